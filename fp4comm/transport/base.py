@@ -1,0 +1,69 @@
+"""What a transport does: one exchange of byte messages among the ranks of a group. Everything else is built on that."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import ClosedError
+
+
+class Transport(ABC):
+    """Moves bytes between the ranks of one group. All methods are collective: every rank of the group calls them alike.
+
+    Attributes:
+        name: what `transport=` calls it.
+        rank: this process's place in the group.
+        num_ranks: size of the group.
+        timeout_secs: after this time without progress an exchange raises `TransportError`.
+    """
+
+    name: str
+
+    def __init__(self, rank: int, num_ranks: int, timeout_secs: float) -> None:
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.timeout_secs = timeout_secs
+        self._unusable = ""  # why the transport can't be used any more; empty while it can
+
+    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Sends `outgoing[r]` to every rank r and fills `incoming[r]` from it; returns when all of that is done.
+
+        Args:
+            outgoing: per rank a contiguous uint8 tensor. Empty ones are not sent.
+            incoming: per rank a contiguous uint8 tensor of the size that rank r sends here.
+
+        Raises:
+            TransportError: a rank did not answer within `timeout_secs`; the transport can't be used after that.
+            ClosedError: the transport is closed or has failed before.
+        """
+        if self._unusable:
+            raise ClosedError(f"the {self.name} transport can't be used: {self._unusable}")
+        incoming[self.rank].copy_(outgoing[self.rank])
+        if self.num_ranks > 1:
+            self._exchange_with_peers(outgoing, incoming)
+
+    @abstractmethod
+    def _exchange_with_peers(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """`exchange` but for the own share, which is done."""
+
+    def all_to_all(self, values: Tensor) -> Tensor:
+        """Row r of `values` (int64 `[num_ranks, n]`) goes to rank r; row r of the result came from it."""
+        received = torch.empty_like(values)
+        self.exchange(list(values.view(torch.uint8)), list(received.view(torch.uint8)))
+        return received
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """What every rank passed as `data`, in rank order."""
+        sizes = self.all_to_all(torch.full((self.num_ranks, 1), len(data), dtype=torch.int64)).flatten().tolist()
+        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        received = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self.exchange([own] * self.num_ranks, received)
+        return [part.numpy().tobytes() for part in received]
+
+    def close(self) -> None:
+        """Frees what the transport holds. May be called more than once."""
+        self._unusable = self._unusable or "it is closed"

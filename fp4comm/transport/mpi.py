@@ -1,0 +1,93 @@
+"""Byte messages over MPI through mpi4py. The only module that imports mpi4py."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..errors import NotAvailable, TransportError
+from .base import Transport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# MPI counts are 32-bit before MPI 4, so a longer message travels in pieces; MPI keeps the order of a pair's messages.
+_PIECE_BYTES = 1 << 30
+# Waiting ranks poll instead of blocking in MPI: an MPI wait spins, which on a machine with more ranks than cores takes
+# the core from the rank that everybody waits for. The first polls only yield, to keep the latency of short exchanges.
+_NUM_YIELDING_POLLS = 2000
+_SLEEP_SECS = 50e-6
+
+
+def load_mpi():  # noqa: ANN201 - the module type of an optional package
+    """`mpi4py.MPI`, initialised.
+
+    Raises:
+        NotAvailable: mpi4py is not installed, or it finds no MPI library.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise NotAvailable(f"MPI can't be used ({error}); install it with: pip install 'fp4comm[mpi]'") from error
+    return MPI
+
+
+class MPITransport(Transport):
+    """One byte message per pair of ranks with nonblocking sends and receives.
+
+    Args:
+        comm: an mpi4py intracommunicator. It is duplicated (a collective call), so that messages can't be confused.
+        timeout_secs: see `Transport`.
+    """
+
+    name = "mpi"
+
+    def __init__(self, comm: MPI.Intracomm, timeout_secs: float) -> None:
+        self._mpi = load_mpi()
+        self._comm = comm.Dup()
+        self._abandoned: list[object] = []  # requests and buffers that MPI may still write to after a timeout
+        super().__init__(comm.Get_rank(), comm.Get_size(), timeout_secs)
+
+    def _exchange_with_peers(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        receives, sends = [], []
+        for distance in range(1, self.num_ranks):
+            source = (self.rank - distance) % self.num_ranks
+            receives += [(source, self._comm.Irecv(piece, source)) for piece in _pieces(incoming[source])]
+        for distance in range(1, self.num_ranks):
+            target = (self.rank + distance) % self.num_ranks
+            sends += [(target, self._comm.Isend(piece, target)) for piece in _pieces(outgoing[target])]
+        self._wait(receives + sends, (outgoing, incoming))
+
+    def _wait(self, requests: list, buffers: object) -> None:
+        pending = [request for _, request in requests]
+        deadline = time.monotonic() + self.timeout_secs
+        polls = 0
+        while not self._mpi.Request.Testall(pending):
+            polls += 1
+            if polls <= _NUM_YIELDING_POLLS:
+                os.sched_yield()
+                continue
+            time.sleep(_SLEEP_SECS)
+            if time.monotonic() > deadline:
+                self._abandoned.append((requests, buffers))
+                missing = tuple(sorted({peer for peer, request in requests if not request.Test()}))
+                self._unusable = f"an exchange with rank(s) {list(missing)} timed out"
+                raise TransportError(
+                    f"rank {self.rank} waited {self.timeout_secs:g} s for rank(s) {list(missing)} over MPI; "
+                    "they ended, never made this call, or need a larger timeout_secs",
+                    missing,
+                )
+
+    def close(self) -> None:
+        if not self._unusable and not self._mpi.Is_finalized():
+            self._comm.Free()
+        super().close()
+
+
+def _pieces(message: Tensor) -> list:
+    data = message.numpy()
+    return [data[start : start + _PIECE_BYTES] for start in range(0, data.size, _PIECE_BYTES)]

@@ -1,0 +1,58 @@
+"""Byte messages over a torch.distributed process group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import TransportError
+from .base import Transport
+
+
+class ProcessGroupTransport(Transport):
+    """One byte message per pair of ranks over the backend that the group has.
+
+    Point-to-point messages are used rather than `all_to_all_single`, since only they tell which rank did not answer.
+
+    Args:
+        group: a process group that this process belongs to.
+        timeout_secs: see `Transport`; the group's own timeout is not used.
+    """
+
+    name = "process_group"
+
+    def __init__(self, group: dist.ProcessGroup, timeout_secs: float) -> None:
+        self._group = group
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_secs)
+        self._global_ranks = [dist.get_global_rank(group, rank) for rank in range(self.num_ranks)]
+
+    def _exchange_with_peers(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        works = []
+        for distance in range(1, self.num_ranks):
+            source = (self.rank - distance) % self.num_ranks
+            if incoming[source].numel():
+                works.append((source, dist.irecv(incoming[source], self._global_ranks[source], self._group)))
+        for distance in range(1, self.num_ranks):
+            target = (self.rank + distance) % self.num_ranks
+            if outgoing[target].numel():
+                works.append((target, dist.isend(outgoing[target], self._global_ranks[target], self._group)))
+        deadline = time.monotonic() + self.timeout_secs
+        for peer, work in works:
+            self._wait(peer, work, deadline)
+
+    def _wait(self, peer: int, work: dist.Work | None, deadline: float) -> None:
+        if work is None:
+            raise AssertionError("every rank of the transport is in the group")
+        try:
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+        except RuntimeError as error:
+            self._unusable = f"an exchange with rank {peer} failed"
+            raise TransportError(
+                f"rank {self.rank} could not exchange with rank {peer} over {dist.get_backend(self._group)} within "
+                f"{self.timeout_secs:g} s: {error}",
+                (peer,),
+            ) from error
