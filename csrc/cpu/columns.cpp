@@ -1,0 +1,148 @@
+// Column-wise outputs: tiles of rows are gathered, rescaled to one exponent and written transposed.
+#include <algorithm>
+
+#include "codec.h"
+#include "memory.h"
+#include "row_ops.h"
+
+namespace fp4comm {
+namespace {
+
+TileRows gather_tile(const Rows& src, const int64_t* src_row, int64_t first, int64_t count) {
+    TileRows tile;
+    tile.count = int(count);
+    for (int64_t r = 0; r < count; ++r) {
+        const int64_t row = src_row ? src_row[first + r] : first + r;
+        tile.row[r] = row < 0 ? ConstRow{nullptr, nullptr} : src.const_row(row);
+    }
+    return tile;
+}
+
+// Scale bytes of one FP8 group in all rows of a tile; returns how many are not positive normal powers of two.
+int64_t fp8_tile_exponents(const TileRows& tile, Kind kind, int64_t group, uint8_t* exponents) {
+    int64_t bad = 0;
+    for (int r = 0; r < tile.count; ++r) {
+        exponents[r] = 0;
+        if (!tile.row[r].data) continue;
+        const uint32_t bits = kind == Kind::kFP8 ? load<uint32_t>(tile.row[r].scales, group)
+                                                 : uint32_t(tile.row[r].scales[group]) << 23;
+        exponents[r] = uint8_t(bits >> 23);
+        bad += !is_normal_pow2(bits);
+    }
+    return bad;
+}
+
+int64_t fp8_columns_of_tile(const Rows& src, const TileRows& tile, int64_t hidden, uint8_t* out, int64_t stride,
+                            float* scales) {
+    const RowOps& ops = row_ops();
+    int64_t bad = 0;
+    const int64_t step = src.kind == Kind::kMXFP4 ? kBlockSize : kGroupSize;
+    for (int64_t col = 0; col < hidden; col += step) {
+        const int64_t width = std::min(step, hidden - col);
+        uint8_t byte;
+        if (src.kind == Kind::kMXFP4) {
+            byte = ops.mxfp4_tile_to_fp8(tile, col / kBlockSize, out + col * stride, stride);
+        } else {
+            uint8_t exponents[kRowTile];
+            bad += fp8_tile_exponents(tile, src.kind, col / kGroupSize, exponents);
+            byte = ops.fp8_tile_to_fp8(tile, exponents, {col, width}, out + col * stride, stride);
+        }
+        std::fill_n(scales + col, width, e8m0_value(byte));
+    }
+    return bad;
+}
+
+}  // namespace
+
+int64_t fp8_columns(const Rows& src, int64_t hidden, const int64_t* src_row, const int64_t* group_sizes,
+                    int64_t num_groups, uint8_t* data, float* scales) {
+    int64_t bad = 0;
+    int64_t first = 0;
+    for (int64_t g = 0; g < num_groups; ++g) {
+        const int64_t size = group_sizes[g];
+        for (int64_t r = 0; r < size; r += kRowTile) {
+            const TileRows tile = gather_tile(src, src_row, first + r, std::min<int64_t>(kRowTile, size - r));
+            bad += fp8_columns_of_tile(src, tile, hidden, data + r, size, scales);
+            scales += hidden;
+        }
+        data += size * hidden;
+        first += size;
+    }
+    return bad;
+}
+
+namespace {
+
+// Encodes 32 numbers code * 2^(byte - 127) of one column. fp32 overflows above byte 252, so the exponents are taken
+// relative to the largest one that counts, `top`, and added again in the scale.
+uint8_t encode_column_block(const uint8_t* codes, const uint8_t* bytes, int count, ScaleMode mode, uint8_t* packed) {
+    std::fill_n(packed, kBlockSize / 2, uint8_t(0));
+    int top = -1;
+    for (int r = 0; r < count; ++r) {
+        if (bytes[r] == kE8M0NaN) return uint8_t(kE8M0NaN);
+        if (codes[r] & 7) top = std::max(top, int(bytes[r]));
+    }
+    const auto relative = [&](int r) {
+        // Below 2^-100 of the largest number everything rounds to zero.
+        return mul_rn(e2m1_value(codes[r]), pow2(uint32_t(std::max(int(bytes[r]) - top, -100) + 127)));
+    };
+    int scale = 0;
+    float inverse = 1.0f;
+    if (top >= 0) {
+        uint32_t amax = 0;
+        for (int r = 0; r < count; ++r) {
+            if (codes[r] & 7) amax = std::max(amax, magnitude_bits(relative(r)));
+        }
+        const int exponent = int((amax + scale_mode_increment(mode)) >> 23) - 2 - 127;
+        scale = std::max(exponent + top, 0);
+        inverse = pow2(uint32_t(127 + top - scale));
+    }
+    for (int r = 0; r < count; ++r) {
+        const uint32_t code = codes[r] & 7 ? e2m1_encode(relative(r), inverse) : codes[r];
+        packed[r / 2] = uint8_t(packed[r / 2] | code << (r % 2 * 4));
+    }
+    return uint8_t(scale);
+}
+
+// One block column (32 columns) of up to 32 rows.
+void mxfp4_columns_of_tile(const TileRows& tile, int64_t block, ScaleMode mode, uint8_t* packed, uint8_t* scales,
+                           int64_t num_blocks) {
+    uint8_t bytes[kBlockSize];
+    uint8_t codes[kBlockSize][kBlockSize];  // [column][row]
+    for (int r = 0; r < tile.count; ++r) {
+        const ConstRow row = tile.row[r];
+        bytes[r] = row.data ? row.scales[block] : 0;
+        for (int c = 0; c < kBlockSize; ++c) {
+            codes[c][r] = row.data ? uint8_t(e2m1_unpack(row.data, block * kBlockSize + c)) : 0;
+        }
+    }
+    for (int c = 0; c < kBlockSize; ++c) {
+        scales[c * num_blocks] =
+            encode_column_block(codes[c], bytes, tile.count, mode, packed + c * num_blocks * (kBlockSize / 2));
+    }
+}
+
+}  // namespace
+
+void mxfp4_columns(const Rows& src, int64_t hidden, const int64_t* src_row, const int64_t* group_sizes,
+                   int64_t num_groups, uint8_t* packed, uint8_t* scales, const Options& options) {
+    int64_t first = 0;
+    for (int64_t g = 0; g < num_groups; ++g) {
+        const int64_t size = group_sizes[g];
+        const int64_t num_blocks = ceil_div(size, kBlockSize);
+        for (int64_t b = 0; b < num_blocks; ++b) {
+            const int64_t r = b * kBlockSize;
+            const TileRows tile = gather_tile(src, src_row, first + r, std::min<int64_t>(kBlockSize, size - r));
+            for (int64_t block = 0; block < hidden / kBlockSize; ++block) {
+                const int64_t at = block * kBlockSize * num_blocks + b;
+                mxfp4_columns_of_tile(tile, block, options.scale_mode, packed + at * (kBlockSize / 2), scales + at,
+                                      num_blocks);
+            }
+        }
+        packed += hidden * num_blocks * (kBlockSize / 2);
+        scales += hidden * num_blocks;
+        first += size;
+    }
+}
+
+}  // namespace fp4comm

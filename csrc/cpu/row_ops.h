@@ -1,0 +1,59 @@
+// The loops over rows that exist once per instruction set. All give the same bits; the scalar ones define them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "fp4comm/block.h"
+#include "fp4comm/wire.h"
+
+namespace fp4comm {
+
+// Columns [begin, begin + count) of a row; begin is a multiple of 128, count of 32.
+struct Columns {
+    int64_t begin;
+    int64_t count;
+};
+
+// Row number that seeds stochastic rounding, with the options of the call.
+struct EncodeContext {
+    const Options& options;
+    int64_t row;
+};
+
+using DecodeFn = void (*)(ConstRow src, Columns columns, const Options& options, float* out);
+using EncodeFn = void (*)(const float* x, Columns columns, const EncodeContext& context, Row dst);
+using ConvertFn = void (*)(ConstRow src, int64_t hidden, const EncodeContext& context, Row dst);
+// acc += weight * src, product and sum rounded each; a null weight leaves the product out.
+using AccumulateFn = void (*)(ConstRow src, Columns columns, const Options& options, const float* weight, float* acc);
+
+constexpr int kDotLanes = 32;
+
+// 128 rows of one source, or fewer in the last tile of a group; a row without data is a row of zeros.
+struct TileRows {
+    ConstRow row[kRowTile];
+    int count;
+};
+
+struct RowOps {
+    const char* name;
+    DecodeFn decode[kNumKinds];
+    EncodeFn encode[kNumKinds];
+    ConvertFn convert[kNumKinds][kNumKinds];  // null: decode, then encode
+    AccumulateFn accumulate[kNumKinds];       // null: decode, then add
+    // Element j of the operands goes to lane j % 32, product and sum rounded each.
+    void (*dot)(const float* a, const float* b, int64_t count, float* lanes);
+    // One MXFP4 block column of a tile to FP8: out[c * stride + r], c < 32; returns the shared scale byte.
+    uint8_t (*mxfp4_tile_to_fp8)(const TileRows& tile, int64_t block, uint8_t* out, int64_t stride);
+    // `width` FP8 columns of a tile; exponents[r] is the scale byte of row r. Returns the shared scale byte.
+    uint8_t (*fp8_tile_to_fp8)(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out,
+                               int64_t stride);
+};
+
+const RowOps& scalar_row_ops();
+
+const RowOps& row_ops();  // those in use
+void use_row_ops(const std::string& name);
+std::vector<std::string> supported_row_ops();  // slowest first
+
+}  // namespace fp4comm
