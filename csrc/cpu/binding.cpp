@@ -32,7 +32,9 @@ E checked_enum(int value, int count, const char* what) {
     return static_cast<E>(value);
 }
 
-Kind checked_kind(int kind) { return checked_enum<Kind>(kind, kNumKinds, "kind"); }
+Kind checked_kind(int kind) {
+    return checked_enum<Kind>(kind, kNumKinds, "kind");
+}
 
 using Guard = nb::call_guard<nb::gil_scoped_release, DefaultFloatEnvironment>;
 
@@ -76,7 +78,9 @@ void bind_types(nb::module_& m) {
 
     m.def(
         "row_layout",
-        [](int kind, int64_t hidden, int64_t num_topk) { return RowLayout::make(checked_kind(kind), hidden, num_topk); },
+        [](int kind, int64_t hidden, int64_t num_topk) {
+            return RowLayout::make(checked_kind(kind), hidden, num_topk);
+        },
         "kind"_a, "hidden"_a, "num_topk"_a);
 }
 
@@ -99,10 +103,11 @@ void bind_codec(nb::module_& m) {
         "options"_a, Guard());
     m.def(
         "dot_rows",
-        [](const Rows& a, const Rows& b, int64_t num, int64_t hidden, Address a_row, Address b_row, Address out) {
-            dot_rows(a, b, num, hidden, pointer<int64_t>(a_row), pointer<int64_t>(b_row), pointer<float>(out));
+        [](const Rows& a, const Rows& b, int64_t num, int64_t hidden, Address a_row, Address b_row, Address out,
+           const Options& options) {
+            dot_rows(a, b, num, hidden, pointer<int64_t>(a_row), pointer<int64_t>(b_row), pointer<float>(out), options);
         },
-        "a"_a, "b"_a, "num"_a, "hidden"_a, "a_row_ptr"_a, "b_row_ptr"_a, "out_ptr"_a, Guard());
+        "a"_a, "b"_a, "num"_a, "hidden"_a, "a_row_ptr"_a, "b_row_ptr"_a, "out_ptr"_a, "options"_a = Options(), Guard());
     m.def(
         "fp8_columns",
         [](const Rows& src, int64_t hidden, Address src_row, Address group_sizes, int64_t num_groups, Address data,
@@ -136,9 +141,9 @@ void bind_route(nb::module_& m) {
         "token_rows_ptr"_a, "pair_src_ptr"_a, "pair_dst_ptr"_a, "counts_ptr"_a, Guard());
     m.def(
         "write_meta",
-        [](Address buffer, const RowLayout& layout, Address topk_idx, bool idx_is_64, Address weights,
-           Address pair_src, Address pair_dst, int64_t num_pairs, int64_t num_topk, int64_t num_experts,
-           int64_t num_ranks, Address counts) {
+        [](Address buffer, const RowLayout& layout, Address topk_idx, bool idx_is_64, Address weights, Address pair_src,
+           Address pair_dst, int64_t num_pairs, int64_t num_topk, int64_t num_experts, int64_t num_ranks,
+           Address counts) {
             write_meta(pointer<uint8_t>(buffer), layout,
                        {pointer<void>(topk_idx), idx_is_64, num_topk, num_experts, num_ranks}, pointer<float>(weights),
                        pointer<int64_t>(pair_src), pointer<int64_t>(pair_dst), num_pairs, pointer<int64_t>(counts));
@@ -158,9 +163,9 @@ void bind_route(nb::module_& m) {
         "expert_layout",
         [](Address idx, int64_t num_rows, int64_t num_topk, int64_t num_local_experts, int64_t alignment,
            int64_t capacity_rows, Address counts, Address row, Address slot_pos, Address group_sizes) {
-            return expert_layout(pointer<int32_t>(idx), num_rows, num_topk, num_local_experts, alignment,
-                                 capacity_rows, pointer<int64_t>(counts), pointer<int64_t>(row),
-                                 pointer<int64_t>(slot_pos), pointer<int64_t>(group_sizes));
+            return expert_layout(pointer<int32_t>(idx), num_rows, num_topk, num_local_experts, alignment, capacity_rows,
+                                 pointer<int64_t>(counts), pointer<int64_t>(row), pointer<int64_t>(slot_pos),
+                                 pointer<int64_t>(group_sizes));
         },
         "idx_ptr"_a, "num_rows"_a, "num_topk"_a, "num_local_experts"_a, "alignment"_a, "capacity_rows"_a,
         "counts_ptr"_a, "row_ptr"_a, "slot_pos_ptr"_a, "group_sizes_ptr"_a, Guard());

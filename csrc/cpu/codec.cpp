@@ -11,14 +11,18 @@ namespace {
 
 constexpr int64_t kChunk = 1024;  // columns decoded at a time, so that they stay in the first-level cache
 
-int64_t mapped(const int64_t* map, int64_t i) { return map ? map[i] : i; }
+int64_t mapped(const int64_t* map, int64_t i) {
+    return map ? map[i] : i;
+}
 
 template <typename Fn>
 void for_each_chunk(int64_t hidden, Fn fn) {
     for (int64_t j = 0; j < hidden; j += kChunk) fn(Columns{j, std::min(kChunk, hidden - j)});
 }
 
-ConstRow as_const(Row row) { return {row.data, row.scales}; }
+ConstRow as_const(Row row) {
+    return {row.data, row.scales};
+}
 
 void zero_row(Row dst, Kind kind, int64_t hidden) {
     std::memset(dst.data, 0, size_t(data_bytes(kind, hidden)));
@@ -95,9 +99,8 @@ void sum_rows(const Rows& src, const Rows& dst, int64_t num_rows, int64_t num_te
 }
 
 void dot_rows(const Rows& a, const Rows& b, int64_t num, int64_t hidden, const int64_t* a_row, const int64_t* b_row,
-              float* out) {
+              float* out, const Options& options) {
     const RowOps& ops = row_ops();
-    const Options options;
     alignas(64) float x[kChunk];
     alignas(64) float y[kChunk];
     for (int64_t i = 0; i < num; ++i) {

@@ -17,7 +17,7 @@ void sum_rows(const Rows& src, const Rows& dst, int64_t num_rows, int64_t num_te
 // out[i] = a[a_row[i]] . b[b_row[i]] in float32: lane j sums the columns j, j + 32, ...; then the upper half of the
 // lanes is added to the lower half until one is left.
 void dot_rows(const Rows& a, const Rows& b, int64_t num, int64_t hidden, const int64_t* a_row, const int64_t* b_row,
-              float* out);
+              float* out, const Options& options);
 
 // Row-wise MXFP4 or FP8 to column-wise FP8, group by group: data [hidden, m_i] one after the other, scales
 // [sum ceil(m_i / 128), hidden]. Returns how many FP8 scales were not positive normal powers of two; the result is

@@ -24,8 +24,8 @@ int64_t fp8_tile_exponents(const TileRows& tile, Kind kind, int64_t group, uint8
     for (int r = 0; r < tile.count; ++r) {
         exponents[r] = 0;
         if (!tile.row[r].data) continue;
-        const uint32_t bits = kind == Kind::kFP8 ? load<uint32_t>(tile.row[r].scales, group)
-                                                 : uint32_t(tile.row[r].scales[group]) << 23;
+        const uint32_t bits =
+            kind == Kind::kFP8 ? load<uint32_t>(tile.row[r].scales, group) : uint32_t(tile.row[r].scales[group]) << 23;
         exponents[r] = uint8_t(bits >> 23);
         bad += !is_normal_pow2(bits);
     }

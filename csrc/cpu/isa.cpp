@@ -20,7 +20,9 @@ std::atomic<const RowOps*>& current() {
 
 }  // namespace
 
-const RowOps& row_ops() { return *current().load(std::memory_order_relaxed); }
+const RowOps& row_ops() {
+    return *current().load(std::memory_order_relaxed);
+}
 
 void use_row_ops(const std::string& name) {
     for (const RowOps* ops : supported()) {

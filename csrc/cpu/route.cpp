@@ -85,8 +85,8 @@ int64_t read_meta(const uint8_t* buffer, const RowLayout& layout, int64_t num_ro
 }
 
 int64_t expert_layout(const int32_t* idx, int64_t num_rows, int64_t num_topk, int64_t num_local_experts,
-                      int64_t alignment, int64_t capacity_rows, const int64_t* counts, int64_t* row,
-                      int64_t* slot_pos, int64_t* group_sizes) {
+                      int64_t alignment, int64_t capacity_rows, const int64_t* counts, int64_t* row, int64_t* slot_pos,
+                      int64_t* group_sizes) {
     for (int64_t e = 0; e < num_local_experts; ++e) group_sizes[e] = ceil_div(counts[e], alignment) * alignment;
     std::vector<int64_t> next = exclusive_sum(group_sizes, num_local_experts);
     const int64_t total = num_local_experts ? next.back() + group_sizes[num_local_experts - 1] : 0;

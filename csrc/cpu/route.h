@@ -38,7 +38,7 @@ int64_t read_meta(const uint8_t* buffer, const RowLayout& layout, int64_t num_ro
 // row or -1, slot_pos[n, k] the position m or -1. Returns the sum of the padded sizes; if that is more than
 // capacity_rows, row and slot_pos are not written.
 int64_t expert_layout(const int32_t* idx, int64_t num_rows, int64_t num_topk, int64_t num_local_experts,
-                      int64_t alignment, int64_t capacity_rows, const int64_t* counts, int64_t* row,
-                      int64_t* slot_pos, int64_t* group_sizes);
+                      int64_t alignment, int64_t capacity_rows, const int64_t* counts, int64_t* row, int64_t* slot_pos,
+                      int64_t* group_sizes);
 
 }  // namespace fp4comm

@@ -20,7 +20,9 @@ void encode_float(const float* x, Columns columns, const EncodeContext&, Row dst
     for (int64_t j = 0; j < columns.count; ++j) store<T>(dst.data, columns.begin + j, kRound(x[j]));
 }
 
-float identity(float x) { return x; }
+float identity(float x) {
+    return x;
+}
 
 // ---- FP8 ----
 
@@ -94,8 +96,7 @@ void decode_mxfp4(ConstRow src, Columns columns, const Options& options, float* 
 void encode_mxfp4(const float* x, Columns columns, const EncodeContext& context, Row dst) {
     for (int64_t j = 0; j < columns.count; j += kBlockSize) {
         const int64_t col = columns.begin + j;
-        dst.scales[col / kBlockSize] =
-            encode_mxfp4_block(x + j, context.options, context.row, col, dst.data + col / 2);
+        dst.scales[col / kBlockSize] = encode_mxfp4_block(x + j, context.options, context.row, col, dst.data + col / 2);
     }
 }
 
@@ -140,11 +141,11 @@ uint8_t mxfp4_tile_to_fp8(const TileRows& tile, int64_t block, uint8_t* out, int
 }
 
 bool fp8_has_finite_nonzero(const uint8_t* codes, int64_t count) {
-    return std::any_of(codes, codes + count, [](uint8_t code) { return uint8_t((code & kE4M3Magnitude) - 1) < kE4M3Max; });
+    return std::any_of(codes, codes + count,
+                       [](uint8_t code) { return uint8_t((code & kE4M3Magnitude) - 1) < kE4M3Max; });
 }
 
-uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out,
-                        int64_t stride) {
+uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out, int64_t stride) {
     int target = 0;
     for (int r = 0; r < tile.count; ++r) {
         const uint8_t* data = tile.row[r].data;
@@ -173,13 +174,13 @@ void copy_row(ConstRow src, int64_t hidden, const EncodeContext&, Row dst) {
 RowOps make_scalar_row_ops() {
     RowOps ops{};
     ops.name = "scalar";
-    const DecodeFn decode[] = {decode_float<float, identity>, decode_float<uint16_t, bf16_value>,
+    const DecodeFn decode[] = {decode_float<float, identity>,     decode_float<uint16_t, bf16_value>,
                                decode_float<uint16_t, f16_value>, decode_fp8<Kind::kFP8>,
-                               decode_fp8<Kind::kFP8E8M0>, decode_mxfp4};
-    const EncodeFn encode[] = {encode_float<float, canonical>, encode_float<uint16_t, bf16_nearest>,
+                               decode_fp8<Kind::kFP8E8M0>,        decode_mxfp4};
+    const EncodeFn encode[] = {encode_float<float, canonical>,      encode_float<uint16_t, bf16_nearest>,
                                encode_float<uint16_t, f16_nearest>, encode_fp8<Kind::kFP8>,
-                               encode_fp8<Kind::kFP8E8M0>, encode_mxfp4};
-    const ConvertFn copy[] = {copy_row<Kind::kF32>, copy_row<Kind::kBF16>, copy_row<Kind::kF16>,
+                               encode_fp8<Kind::kFP8E8M0>,          encode_mxfp4};
+    const ConvertFn copy[] = {copy_row<Kind::kF32>, copy_row<Kind::kBF16>,    copy_row<Kind::kF16>,
                               copy_row<Kind::kFP8>, copy_row<Kind::kFP8E8M0>, copy_row<Kind::kMXFP4>};
     for (int kind = 0; kind < kNumKinds; ++kind) {
         ops.decode[kind] = decode[kind];

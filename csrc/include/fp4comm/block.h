@@ -72,9 +72,13 @@ FP4COMM_HD inline uint8_t encode_mxfp4_block(const float* x, const Options& opti
 }
 
 // `scale` is the value of the block's byte. Overflow gives Inf, a NaN scale gives NaN, the sign of zero is kept.
-FP4COMM_HD inline float mxfp4_value(uint32_t code, float scale) { return canonical(mul_rn(e2m1_value(code), scale)); }
+FP4COMM_HD inline float mxfp4_value(uint32_t code, float scale) {
+    return canonical(mul_rn(e2m1_value(code), scale));
+}
 
-FP4COMM_HD inline uint32_t e2m1_unpack(const uint8_t* packed, int64_t j) { return packed[j / 2] >> (j % 2 * 4) & 15u; }
+FP4COMM_HD inline uint32_t e2m1_unpack(const uint8_t* packed, int64_t j) {
+    return packed[j / 2] >> (j % 2 * 4) & 15u;
+}
 
 FP4COMM_HD inline void decode_mxfp4_block(const uint8_t* packed, uint32_t scale_byte, const Options& options,
                                           int64_t col, float* x) {
@@ -86,7 +90,9 @@ FP4COMM_HD inline void decode_mxfp4_block(const uint8_t* packed, uint32_t scale_
     }
 }
 
-FP4COMM_HD inline float fp8_value(uint32_t code, float scale) { return canonical(mul_rn(e4m3_value(code), scale)); }
+FP4COMM_HD inline float fp8_value(uint32_t code, float scale) {
+    return canonical(mul_rn(e4m3_value(code), scale));
+}
 
 // Exponent byte of the smallest power of two with amax / scale <= 448; `amax` is finite.
 FP4COMM_HD inline uint32_t fp8_scale_from_amax(uint32_t amax) {

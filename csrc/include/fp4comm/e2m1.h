@@ -29,6 +29,8 @@ FP4COMM_HD inline uint32_t e2m1_stochastic(float a, uint32_t random16) {
     return multiple + (fine ? 0 : middle ? 2 : 4);
 }
 
-FP4COMM_HD inline uint32_t e2m1_sign(float x) { return float_bits(x) >> 28 & kE2M1Sign; }
+FP4COMM_HD inline uint32_t e2m1_sign(float x) {
+    return float_bits(x) >> 28 & kE2M1Sign;
+}
 
 }  // namespace fp4comm

@@ -10,13 +10,15 @@ constexpr uint32_t kE4M3NaN = 0x7f;
 constexpr uint32_t kE4M3Max = 0x7e;
 constexpr uint32_t kE4M3Magnitude = 0x7f;
 
-FP4COMM_HD inline bool e4m3_is_nan(uint32_t code) { return (code & kE4M3Magnitude) == kE4M3NaN; }
+FP4COMM_HD inline bool e4m3_is_nan(uint32_t code) {
+    return (code & kE4M3Magnitude) == kE4M3NaN;
+}
 
 FP4COMM_HD inline float e4m3_value(uint32_t code) {
     const uint32_t magnitude = code & kE4M3Magnitude;
     if (magnitude == kE4M3NaN) return float_from_bits(kNaNBits);
-    const float value = magnitude < 8 ? float(int32_t(magnitude)) * 0.001953125f
-                                      : float_from_bits((magnitude << 20) + (120u << 23));
+    const float value =
+        magnitude < 8 ? float(int32_t(magnitude)) * 0.001953125f : float_from_bits((magnitude << 20) + (120u << 23));
     return float_from_bits(float_bits(value) | (code & 0x80u) << 24);
 }
 

@@ -11,7 +11,9 @@ constexpr uint32_t kE8M0NaN = 255;
 constexpr uint32_t kE8M0One = 127;
 
 // 2^(biased - 127) for 1 <= biased <= 254, where float is normal.
-FP4COMM_HD inline float pow2(uint32_t biased) { return float_from_bits(biased << 23); }
+FP4COMM_HD inline float pow2(uint32_t biased) {
+    return float_from_bits(biased << 23);
+}
 
 FP4COMM_HD inline float e8m0_value(uint32_t byte) {
     if (byte == 0) return float_from_bits(0x00400000u);

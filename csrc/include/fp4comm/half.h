@@ -8,7 +8,9 @@ namespace fp4comm {
 constexpr uint16_t kBF16NaN = 0x7fc0;
 constexpr uint16_t kF16NaN = 0x7e00;
 
-FP4COMM_HD inline float bf16_value(uint16_t bits) { return float_from_bits(uint32_t(bits) << 16); }
+FP4COMM_HD inline float bf16_value(uint16_t bits) {
+    return float_from_bits(uint32_t(bits) << 16);
+}
 
 FP4COMM_HD inline uint16_t bf16_nearest(float x) {
     const uint32_t bits = float_bits(x);

@@ -70,13 +70,17 @@ FP4COMM_HD inline float add_rn(float a, float b) {
 #endif
 }
 
-FP4COMM_HD inline uint32_t magnitude_bits(float x) { return float_bits(x) & kMagnitudeMask; }
+FP4COMM_HD inline uint32_t magnitude_bits(float x) {
+    return float_bits(x) & kMagnitudeMask;
+}
 
 // NaN payloads differ between processors; results carry one NaN only.
 FP4COMM_HD inline float canonical(float x) {
     return magnitude_bits(x) > kInfinityBits ? float_from_bits(kNaNBits) : x;
 }
 
-FP4COMM_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+FP4COMM_HD constexpr int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
 
 }  // namespace fp4comm

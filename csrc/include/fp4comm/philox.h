@@ -30,7 +30,9 @@ FP4COMM_HD inline Philox4 rounding_bits(uint64_t seed, uint32_t stream, int64_t 
     return philox4x32(seed, uint32_t(col / 8), uint32_t(uint64_t(row)), uint32_t(uint64_t(row) >> 32), stream);
 }
 
-FP4COMM_HD inline uint32_t random16(const Philox4& bits, int j) { return bits.word[j / 2] >> (j % 2 * 16) & 0xffffu; }
+FP4COMM_HD inline uint32_t random16(const Philox4& bits, int j) {
+    return bits.word[j / 2] >> (j % 2 * 16) & 0xffffu;
+}
 
 // Sign flips of the random Hadamard transform for the block that starts at `col`: bit j flips element j.
 FP4COMM_HD inline uint32_t hadamard_signs(uint64_t seed, int64_t col) {

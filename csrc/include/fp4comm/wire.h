@@ -17,20 +17,28 @@ constexpr int kNumKinds = 6;
 
 FP4COMM_HD inline int64_t data_bytes(Kind kind, int64_t hidden) {
     switch (kind) {
-        case Kind::kF32: return hidden * 4;
+        case Kind::kF32:
+            return hidden * 4;
         case Kind::kBF16:
-        case Kind::kF16: return hidden * 2;
-        case Kind::kMXFP4: return hidden / 2;
-        default: return hidden;
+        case Kind::kF16:
+            return hidden * 2;
+        case Kind::kMXFP4:
+            return hidden / 2;
+        default:
+            return hidden;
     }
 }
 
 FP4COMM_HD inline int64_t scale_bytes(Kind kind, int64_t hidden) {
     switch (kind) {
-        case Kind::kFP8: return ceil_div(hidden, kGroupSize) * 4;
-        case Kind::kFP8E8M0: return ceil_div(hidden, kGroupSize);
-        case Kind::kMXFP4: return hidden / kBlockSize;
-        default: return 0;
+        case Kind::kFP8:
+            return ceil_div(hidden, kGroupSize) * 4;
+        case Kind::kFP8E8M0:
+            return ceil_div(hidden, kGroupSize);
+        case Kind::kMXFP4:
+            return hidden / kBlockSize;
+        default:
+            return 0;
     }
 }
 
@@ -55,7 +63,8 @@ struct Rows {
     FP4COMM_HD ConstRow const_row(int64_t i) const { return {data + i * data_stride, scales + i * scales_stride}; }
 };
 
-// A row of a message: [data | scales | float32 weights[num_topk] | int16 local experts[num_topk]], a token's share of it.
+// A row of a message: [data | scales | float32 weights[num_topk] | int16 local experts[num_topk]], a token's share of
+// it.
 struct RowLayout {
     int64_t data_bytes;
     int64_t scale_offset;
@@ -71,7 +80,8 @@ struct RowLayout {
         layout.scale_bytes = fp4comm::scale_bytes(kind, hidden);
         layout.weight_offset = ceil_div(layout.scale_offset + layout.scale_bytes, 4) * 4;
         layout.expert_offset = layout.weight_offset + num_topk * 4;
-        const int64_t end = num_topk > 0 ? layout.expert_offset + num_topk * 2 : layout.scale_offset + layout.scale_bytes;
+        const int64_t end =
+            num_topk > 0 ? layout.expert_offset + num_topk * 2 : layout.scale_offset + layout.scale_bytes;
         layout.row_bytes = ceil_div(end, 32) * 32;  // a memory sector
         return layout;
     }
