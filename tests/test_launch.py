@@ -7,15 +7,9 @@ import time
 from typing import Any
 
 import pytest
-from launch import LAUNCHERS, RankError, have_launcher, run_ranks
+from launch import RankError, run_ranks
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.parametrize(
-        "launcher",
-        [pytest.param(name, marks=pytest.mark.skipif(not have_launcher(name), reason=name)) for name in LAUNCHERS],
-    ),
-]
+pytestmark = pytest.mark.mpi
 
 
 def rank_and_size(group: Any, factor: int) -> tuple[int, int]:
