@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fp4comm.backends import Rows
+from fp4comm.formats import Kind
 from fp4comm.reference import codec as oracle
 
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -147,3 +149,78 @@ def hard_fp8(
     if not power_of_two:
         scales = np.minimum(scales * rng.uniform(1, 2, shape), 3e38)
     return codes, scales.astype(np.float32)
+
+
+def torch_rows(kind: Kind, data: NDArray[Any], scales: NDArray[Any] | None = None) -> Rows:
+    """The arrays of `hard_rows`, `encode` or `convert` as an argument of a backend function (shares memory)."""
+    return Rows(kind, torch.from_numpy(data), None if scales is None else torch.from_numpy(scales))
+
+
+def hard_rows(rng: np.random.Generator, kind: Kind, num_rows: int, hidden: int) -> tuple[NDArray[Any], ...]:
+    """Arrays (data,) or (data, scales) of hard rows of `kind`."""
+    if kind == Kind.MXFP4:
+        return hard_mxfp4(rng, num_rows, hidden)
+    if kind in (Kind.FP8, Kind.FP8_E8M0):
+        codes, scales = hard_fp8(rng, num_rows, hidden, power_of_two=bool(rng.integers(2)))
+        if kind == Kind.FP8:
+            special = from_bits(
+                [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 1, 0x00800001, 0xBF800000]
+            )
+            scales[rng.random(scales.shape) < 0.05] = rng.choice(special)
+            return codes, scales
+        scale_bytes = rng.choice(np.array([0, 1, 2, 60, 127, 128, 200, 253, 254, 255], np.uint8), scales.shape)
+        return codes, scale_bytes
+    x = hard_floats(rng, num_rows, hidden)
+    if kind == Kind.F32:
+        return (x,)
+    (bits,) = encode(kind, x)
+    raw = rng.random(num_rows) < 0.2
+    bits[raw] = rng.integers(0, 1 << 16, (int(raw.sum()), hidden), dtype=np.uint16)
+    return (bits,)
+
+
+def decode(kind: Kind, data: NDArray[Any], scales: NDArray[Any] | None = None, **hadamard: Any) -> NDArray[np.float32]:
+    """The oracle's float32 numbers of rows of any kind; `hadamard` and `seed` count for MXFP4."""
+    if kind == Kind.F32:
+        return data
+    if kind == Kind.BF16:
+        return oracle.widen_bf16(data)
+    if kind == Kind.F16:
+        return oracle.widen_fp16(data)
+    assert scales is not None
+    if kind == Kind.FP8:
+        return oracle.decode_fp8(data, scales)
+    if kind == Kind.FP8_E8M0:
+        return oracle.decode_fp8(data, oracle.e8m0_scales(scales))
+    return oracle.decode_mxfp4(data, scales, **hadamard)
+
+
+def encode(kind: Kind, x: NDArray[np.float32], **options: Any) -> tuple[NDArray[Any], ...]:
+    """The oracle's arrays (data,) or (data, scales) of rows of any kind; the options count for MXFP4."""
+    if kind == Kind.F32:
+        return (oracle.canonical(x),)
+    if kind == Kind.BF16:
+        return (oracle.round_bf16(x),)
+    if kind == Kind.F16:
+        return (oracle.round_fp16(x),)
+    if kind == Kind.FP8:
+        return oracle.encode_fp8(x)
+    if kind == Kind.FP8_E8M0:
+        return oracle.fp8_to_e8m0(*oracle.encode_fp8(x))
+    return oracle.encode_mxfp4(x, **options)
+
+
+def convert(src: Kind, dst: Kind, *arrays: NDArray[Any], **options: Any) -> tuple[NDArray[Any], ...]:
+    """The oracle's conversion of rows of any kind to any kind."""
+    if src == dst:
+        return arrays
+    if src == Kind.MXFP4 and dst == Kind.FP8:
+        return oracle.mxfp4_to_fp8(*arrays)
+    if src == Kind.MXFP4 and dst == Kind.FP8_E8M0:
+        return oracle.fp8_to_e8m0(*oracle.mxfp4_to_fp8(*arrays))
+    if src == Kind.FP8 and dst == Kind.FP8_E8M0:
+        return oracle.fp8_to_e8m0(*arrays)
+    if src == Kind.FP8_E8M0 and dst == Kind.FP8:
+        return arrays[0], oracle.e8m0_scales(arrays[1])
+    hadamard = {key: options[key] for key in ("hadamard", "seed") if key in options}
+    return encode(dst, decode(src, *arrays, **hadamard), **options)
