@@ -29,7 +29,9 @@ class Rows:
 
     @classmethod
     def of(cls, x: Tensor) -> Rows:
-        """The rows of a float32, bfloat16 or float16 tensor."""
+        """The rows of a float32, bfloat16 or float16 tensor; a copy if its inner stride is not 1."""
+        if x.stride(1) != 1:
+            x = x.clone(memory_format=torch.contiguous_format)
         return cls(_KINDS[x.dtype], x)
 
     @property

@@ -19,7 +19,8 @@ def make_transport(group: Any, name: str = "auto", timeout_secs: float = 300.0) 
     """The transport called `name` over `group`.
 
     Args:
-        group: None (one process), an mpi4py communicator, a torch ProcessGroup, or a one-dimensional DeviceMesh.
+        group: None (one process), an mpi4py communicator, a torch ProcessGroup, a one-dimensional DeviceMesh, or a
+            `Transport` of the user's own, which is taken as it is.
         name: "auto" takes what the group is made for; "loopback", "mpi" and "process_group" insist on one.
         timeout_secs: how long an exchange may wait for a rank.
 
@@ -27,6 +28,8 @@ def make_transport(group: Any, name: str = "auto", timeout_secs: float = 300.0) 
         InvalidArgument: an unknown name, or one that does not go with the group.
         NotAvailable: the transport needs a package that is not installed.
     """
+    if isinstance(group, Transport):
+        return group
     names = ("auto", "loopback", "mpi", "process_group")
     if name not in names:
         raise InvalidArgument(f"transport is {name!r}; accepted: {', '.join(map(repr, names))}")

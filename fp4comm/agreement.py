@@ -1,0 +1,87 @@
+"""All ranks go on, or all ranks raise the same error: a rank that raises alone leaves the others waiting for it."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .errors import InvalidArgument, TransportError
+from .transport import Transport
+
+
+def agree(
+    transport: Transport,
+    operation: str,
+    facts: Mapping[str, object],
+    error: Exception | None = None,
+    rows_per_rank: Tensor | None = None,
+) -> Tensor:
+    """Compares `facts` over the ranks, and exchanges row counts with the same message.
+
+    Args:
+        transport: the ranks that must agree.
+        operation: what this rank is about to do, e.g. "dispatch".
+        facts: what must be equal on all ranks; values that JSON can hold.
+        error: what went wrong on this rank already, if anything.
+        rows_per_rank: `[num_ranks]` int64, rows that this rank has for each other; None = 0.
+
+    Returns:
+        `[num_ranks]` int64, the rows that each rank has for this one.
+
+    Raises:
+        InvalidArgument: on all ranks alike: a rank had one, or the facts or operations differ.
+        TransportError: on all ranks alike: a rank had another error; that rank raises its own.
+    """
+    rows = torch.zeros(transport.num_ranks, dtype=torch.int64) if rows_per_rank is None else rows_per_rank
+    if transport.num_ranks == 1:
+        if error is not None:
+            raise error
+        return rows
+    statement = json.dumps({"operation": operation, **facts}, sort_keys=True, default=str)
+    mine = torch.empty(transport.num_ranks, 3, dtype=torch.int64)
+    mine[:, 0] = error is not None
+    mine[:, 1] = zlib.crc32(statement.encode())
+    mine[:, 2] = rows
+    theirs = transport.all_to_all(mine)
+    if bool(theirs[:, 0].any()) or not bool((theirs[:, 1] == mine[0, 1]).all()):
+        _raise_together(transport, statement, error)
+    return theirs[:, 2].contiguous()
+
+
+def _raise_together(transport: Transport, statement: str, error: Exception | None) -> None:
+    """Every rank sees that something differs, so every rank comes here."""
+    about_error = None if error is None else (str(error), isinstance(error, InvalidArgument))
+    replies = [json.loads(reply) for reply in transport.all_gather_bytes(json.dumps([about_error, statement]).encode())]
+    failures = {rank: failure for rank, (failure, _) in enumerate(replies) if failure is not None}
+    if failures:
+        text = "; ".join(f"rank {rank}: {message}" for rank, (message, _) in failures.items())
+        if all(is_argument for _, is_argument in failures.values()):
+            raise InvalidArgument(text) from error
+        if error is not None and not isinstance(error, InvalidArgument):
+            raise error
+        raise TransportError(text, tuple(failures)) from error
+    raise InvalidArgument(_differences([json.loads(theirs) for _, theirs in replies]))
+
+
+def _differences(statements: list[dict[str, object]]) -> str:
+    """Names each fact that differs, with the ranks that hold each value."""
+    texts = []
+    for key in sorted(set().union(*statements), key=lambda name: (name != "operation", name)):
+        holders = defaultdict(list)
+        for rank, statement in enumerate(statements):
+            holders[json.dumps(statement.get(key), sort_keys=True)].append(rank)
+        if len(holders) > 1:
+            values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items())
+            texts.append(f"{key} is {values}")
+            if key == "operation":
+                break
+    return "the ranks disagree: " + "; ".join(texts)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

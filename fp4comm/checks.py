@@ -1,0 +1,183 @@
+"""Checks of what users pass to a communicator, at the public edge and before anything is sent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .codec import FP8Tensor
+from .errors import InvalidArgument
+from .formats import BLOCK_SIZE
+
+if TYPE_CHECKING:
+    from .communicator import EPCommunicator, Handle
+
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MAX_LOCAL_EXPERTS = 2**15 - 1  # local expert indices travel as int16
+
+
+def require(condition: bool, argument: str, received: object, accepted: str) -> None:
+    """Raises InvalidArgument with the message that all checks share, unless `condition` holds."""
+    if not condition:
+        raise InvalidArgument(f"{argument} is {received}; accepted: {accepted}")
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_sizes(
+    num_experts: int, hidden: int, expert_alignment: int, num_max_tokens_per_rank: int | None, seed: int, num_ranks: int
+) -> None:
+    """Checks the sizes that a communicator is made for."""
+    require(
+        _is_count(num_experts, 1) and num_experts % num_ranks == 0,
+        "num_experts",
+        repr(num_experts),
+        f"a positive multiple of the number of ranks, {num_ranks}",
+    )
+    require(
+        num_experts // num_ranks <= _MAX_LOCAL_EXPERTS,
+        "num_experts",
+        num_experts,
+        f"at most {_MAX_LOCAL_EXPERTS} for each of the {num_ranks} ranks",
+    )
+    require(
+        _is_count(hidden, 1) and hidden % BLOCK_SIZE == 0, "hidden", repr(hidden), f"a positive multiple of {BLOCK_SIZE}"
+    )
+    require(_is_count(expert_alignment, 1), "expert_alignment", repr(expert_alignment), "a positive integer")
+    require(
+        num_max_tokens_per_rank is None or _is_count(num_max_tokens_per_rank, 1),
+        "num_max_tokens_per_rank",
+        repr(num_max_tokens_per_rank),
+        "a positive integer or None",
+    )
+    require(_is_count(seed, 0) and seed < 2**64, "seed", repr(seed), "an integer from 0 to 2**64 - 1")
+
+
+def check_dispatch(
+    comm: EPCommunicator,
+    x: Tensor | FP8Tensor,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    handle: Handle | None,
+    layout: str,
+    out: torch.dtype | str | None,
+) -> None:
+    """Checks the arguments of `EPCommunicator.dispatch`."""
+    if not isinstance(x, FP8Tensor):
+        _check_rows("x", x, comm.hidden)
+    num_tokens, hidden = (x.data if isinstance(x, FP8Tensor) else x).shape
+    require(hidden == comm.hidden, "x", f"{hidden} wide", f"[num_tokens, {comm.hidden}]")
+    require(layout in ("expert", "rank"), "layout", repr(layout), "'expert' or 'rank'")
+    require(out is None or out == "fp8" or out in FLOAT_DTYPES, "out", repr(out), f"None, 'fp8' or one of {FLOAT_DTYPES}")
+    require(
+        out != "fp8" or not comm.precision.dispatch.hadamard,
+        "out",
+        "'fp8'",
+        "a float dtype, since the dispatch leg uses the Hadamard transform, whose reverse is not FP8",
+    )
+    limit = comm.num_max_tokens_per_rank
+    require(limit is None or num_tokens <= limit, "x", f"{num_tokens} rows", f"at most num_max_tokens_per_rank={limit}")
+    if handle is None:
+        require(isinstance(topk_idx, Tensor), "topk_idx", type(topk_idx).__name__, "a tensor, unless a handle is given")
+        _check_routing(topk_idx, topk_weights, num_tokens, comm.num_experts)
+    else:
+        _check_handle(comm, handle)
+        require(
+            topk_idx is None and topk_weights is None,
+            "topk_idx and topk_weights",
+            "given together with a handle",
+            "only one of the two: a handle has its routes and weights",
+        )
+        sent = handle.routing.plan.num_tokens
+        require(num_tokens == sent, "x", f"{num_tokens} rows", f"{sent} rows, as in the dispatch that made the handle")
+
+
+def _check_rows(argument: str, rows: object, hidden: int) -> None:
+    require(isinstance(rows, Tensor), argument, f"a {type(rows).__name__}", "a tensor")
+    require(rows.device.type == "cpu", argument, f"on {rows.device}", "a CPU tensor")
+    require(rows.dtype in FLOAT_DTYPES, argument, f"of dtype {rows.dtype}", f"one of {FLOAT_DTYPES}")
+    require(
+        rows.ndim == 2 and rows.shape[1] == hidden, argument, f"of shape {list(rows.shape)}", f"shape [num_rows, {hidden}]"
+    )
+
+
+def _check_routing(topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int, num_experts: int) -> None:
+    require(topk_idx.device.type == "cpu", "topk_idx", f"on {topk_idx.device}", "a CPU tensor")
+    require(
+        topk_idx.dtype in (torch.int64, torch.int32), "topk_idx", f"of dtype {topk_idx.dtype}", "torch.int64 or torch.int32"
+    )
+    require(
+        topk_idx.ndim == 2 and topk_idx.shape[0] == num_tokens and topk_idx.shape[1] > 0,
+        "topk_idx",
+        f"of shape {list(topk_idx.shape)}",
+        f"shape [{num_tokens}, num_topk], as x has {num_tokens} rows",
+    )
+    if topk_idx.numel():
+        smallest, largest = (int(bound) for bound in torch.aminmax(topk_idx))
+        if smallest < -1 or largest >= num_experts:
+            token, slot = torch.nonzero((topk_idx < -1) | (topk_idx >= num_experts))[0].tolist()
+            raise InvalidArgument(
+                f"topk_idx[{token}, {slot}] is {int(topk_idx[token, slot])}; accepted: 0 to {num_experts - 1}, or -1 for none"
+            )
+    if topk_weights is None:
+        return
+    require(isinstance(topk_weights, Tensor), "topk_weights", f"a {type(topk_weights).__name__}", "a tensor or None")
+    require(topk_weights.device.type == "cpu", "topk_weights", f"on {topk_weights.device}", "a CPU tensor")
+    require(topk_weights.dtype == torch.float32, "topk_weights", f"of dtype {topk_weights.dtype}", "torch.float32")
+    require(
+        topk_weights.shape == topk_idx.shape,
+        "topk_weights",
+        f"of shape {list(topk_weights.shape)}",
+        f"the shape of topk_idx, {list(topk_idx.shape)}",
+    )
+
+
+def _check_handle(comm: EPCommunicator, handle: object) -> None:
+    owner = getattr(handle, "owner", None)
+    require(owner is not None, "handle", f"a {type(handle).__name__}", "the handle that dispatch returned")
+    require(owner is comm, "handle", "of another communicator", "a handle that this communicator's dispatch returned")
+
+
+def check_combine(comm: EPCommunicator, y: Tensor, handle: Handle, apply_weights: bool | None) -> None:
+    """Checks the arguments of `EPCommunicator.combine`."""
+    _check_handle(comm, handle)
+    _check_rows("y", y, comm.hidden)
+    num_rows = handle.routing.num_expert_rows()
+    require(y.shape[0] == num_rows, "y", f"of shape {list(y.shape)}", f"[{num_rows}, {comm.hidden}], a row for each of recv.x")
+    require(apply_weights in (None, True, False), "apply_weights", repr(apply_weights), "None, True or False")
+    require(
+        not apply_weights or handle.routing.layout == "expert",
+        "apply_weights",
+        "True",
+        "None or False for layout 'rank', whose rows are sums over local experts already",
+    )
+
+
+def dispatch_facts(
+    x: Tensor | FP8Tensor,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    handle: Handle | None,
+    layout: str,
+    out: torch.dtype | str | None,
+) -> dict[str, Any]:
+    """What all ranks must pass alike to a dispatch."""
+    with_grad = torch.is_grad_enabled()
+    return {
+        "dtype of x": "fp8" if isinstance(x, FP8Tensor) else str(x.dtype),
+        "num_topk": None if topk_idx is None else topk_idx.shape[1],
+        "a handle": "given" if handle is not None else "not given",
+        "layout": layout if handle is None else handle.routing.layout,
+        "out": str(out),
+        "gradient of x": with_grad and isinstance(x, Tensor) and x.requires_grad,
+        "gradient of topk_weights": with_grad and topk_weights is not None and topk_weights.requires_grad,
+    }
+
+
+def combine_facts(y: Tensor, handle: Handle, apply_weights: bool) -> dict[str, Any]:
+    """What all ranks must pass alike to a combine."""
+    return {"dtype of y": str(y.dtype), "layout": handle.routing.layout, "apply_weights": apply_weights}

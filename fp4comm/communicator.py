@@ -1,0 +1,345 @@
+"""The expert-parallel communicator: what a MoE layer calls."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .agreement import agree
+from .autograd import Combine, Dispatch, DispatchCall, Routing
+from .backends import Rows, backend_for
+from .codec import FP8Columns, FP8Tensor, MXFP4Tensor
+from .errors import ClosedError, InvalidArgument
+from .exchange import Exchange, StageHook, WireRows
+from .formats import Kind
+from .precision import Precision
+from .routing import plan_send, worst_case_expert_rows
+from .transport import make_transport
+
+
+@dataclass(eq=False)
+class Handle:
+    """What a dispatch leaves for its combine, for further dispatches along the same routes, and for backward. Opaque."""
+
+    routing: Routing = field(repr=False)
+    topk_weights: Tensor = field(repr=False)
+    anchor: Tensor = field(repr=False)
+    owner: EPCommunicator = field(repr=False)
+
+
+@dataclass(eq=False, repr=False)
+class Received:
+    """What arrived for the local experts.
+
+    With layout "expert" there is a row per received token and local expert: ordered by expert, then source rank, then
+    token, then slot, every expert's rows padded with zeros to a multiple of `expert_alignment`. With layout "rank"
+    there is a row per received token: ordered by source rank, then token. With `num_max_tokens_per_rank` the number of
+    rows is fixed and zero rows follow.
+
+    Attributes:
+        x: `[num_rows, hidden]`: a tensor, or an `FP8Tensor` if dispatch was called with `out="fp8"`.
+        topk_idx: `[num_recv_tokens, num_topk]` int32, local experts of the received tokens, -1 = on another rank.
+        topk_weights: float32, differentiable: `[num_rows]` (layout "expert", 0 at padding) or `[num_rows, num_topk]`.
+        num_recv_tokens_per_expert: `[num_local_experts]` int64, rows of each local expert without padding.
+        num_rows_per_expert: rows of each local expert with padding (layout "expert"; else empty).
+    """
+
+    x: Tensor | FP8Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    num_recv_tokens_per_expert: Tensor
+    num_rows_per_expert: tuple[int, ...]
+    _arrived: WireRows
+    _source_rows: Tensor | None
+
+    def __repr__(self) -> str:
+        is_fp8 = isinstance(self.x, FP8Tensor)
+        num_rows, hidden = (self.x.data if is_fp8 else self.x).shape
+        kind = "FP8Tensor" if is_fp8 else str(self.x.dtype)
+        return f"Received(x=[{num_rows}, {hidden}] {kind}, num_rows_per_expert={self.num_rows_per_expert})"
+
+    @property
+    def payload(self) -> MXFP4Tensor:
+        """The received rows as they came over the wire, one per received token: `[num_recv_tokens, hidden]`, no copy.
+
+        Raises:
+            InvalidArgument: the dispatch leg is not mxfp4.
+        """
+        if self._arrived.kind != Kind.MXFP4:
+            raise InvalidArgument(f"payload: the wire of dispatch is {self._arrived.kind.name}; accepted: MXFP4")
+        rows = self._arrived.rows
+        return MXFP4Tensor(rows.data, rows.scales)
+
+    def to_fp8_columns(self) -> FP8Columns:
+        """The same numbers column-wise per expert, for the weight gradient, straight from the payload. Layout "expert".
+
+        Raises:
+            InvalidArgument: another layout, or a wire other than mxfp4 and fp8.
+        """
+        if not self.num_rows_per_expert:
+            raise InvalidArgument("to_fp8_columns: the layout is 'rank'; accepted: layout 'expert'")
+        if self._arrived.kind not in (Kind.MXFP4, Kind.FP8_E8M0):
+            raise InvalidArgument(f"to_fp8_columns: the wire of dispatch is {self._arrived.kind.name}; accepted: mxfp4, fp8")
+        rows = self._source_rows[: sum(self.num_rows_per_expert)]
+        backend = backend_for(self._arrived.buffer)
+        data, scales = backend.fp8_columns(self._arrived.rows, rows, self.num_rows_per_expert)
+        return FP8Columns(data, scales, self.num_rows_per_expert)
+
+
+class EPCommunicator:
+    """Moves tokens to the ranks of their experts and results back, in small numbers, with gradients.
+
+    Expert e lives on rank `e // (num_experts // num_ranks)`. All methods are collective.
+
+    Args:
+        group: the ranks that share the experts: an mpi4py communicator, a torch ProcessGroup, a one-dimensional
+            DeviceMesh, None for a single process, or a `fp4comm.transport.Transport` of your own.
+        num_experts: experts of the layer, a multiple of the number of ranks.
+        hidden: width of a token, a multiple of 32.
+        precision: a `Precision` or the name of a recipe: "fp4" (default), "fp8", "mxfp4", "bf16", "fp32".
+        expert_alignment: each expert's rows are padded to a multiple of it (16 and 128 suit FP8 GEMMs).
+        num_max_tokens_per_rank: at most so many tokens per rank and dispatch; results then have a fixed shape.
+            None = as many rows as arrive.
+        transport: "auto", "loopback", "mpi" or "process_group".
+        check_inputs: compare the arguments of every call over the ranks before anything is sent, so that a bad one raises
+            the same error on all of them. Costs one exchange of a few bytes, none for a dispatch with new routing.
+        seed: of stochastic rounding and of the Hadamard transform; equal on all ranks.
+        timeout_secs: how long to wait for a rank before `TransportError`.
+
+    Raises:
+        InvalidArgument: on all ranks: an argument is wrong on one of them or differs between them.
+        NotAvailable: the group needs a package that is not there.
+    """
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        num_experts: int,
+        hidden: int,
+        precision: Precision | str = "fp4",
+        expert_alignment: int = 1,
+        num_max_tokens_per_rank: int | None = None,
+        transport: str = "auto",
+        check_inputs: bool = True,
+        seed: int = 0,
+        timeout_secs: float = 300.0,
+    ) -> None:
+        self._transport = make_transport(group, transport, timeout_secs)
+        self._owns_transport = self._transport is not group
+        self.num_experts, self.hidden, self.check_inputs = num_experts, hidden, check_inputs
+        self.expert_alignment, self.num_max_tokens_per_rank = expert_alignment, num_max_tokens_per_rank
+        self._is_closed = False
+        error = None
+        try:
+            self.precision = Precision.of(precision)
+            checks.check_sizes(num_experts, hidden, expert_alignment, num_max_tokens_per_rank, seed, self.num_ranks)
+        except InvalidArgument as raised:
+            error = raised
+        agree(self._transport, "EPCommunicator", self._facts(seed), error)
+        self._exchange = Exchange(self._transport, hidden, num_experts, seed)
+
+    def _facts(self, seed: int) -> dict[str, object]:
+        from . import __version__
+
+        precision = getattr(self, "precision", None)
+        return {
+            "fp4comm version": __version__,
+            "num_experts": self.num_experts,
+            "hidden": self.hidden,
+            "precision": precision and precision.legs(),
+            "expert_alignment": self.expert_alignment,
+            "num_max_tokens_per_rank": self.num_max_tokens_per_rank,
+            "check_inputs": self.check_inputs,
+            "seed": seed,
+        }
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the group."""
+        return self._transport.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Size of the group."""
+        return self._transport.num_ranks
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts on each rank."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def transport(self) -> str:
+        """Name of the transport in use."""
+        return self._transport.name
+
+    @property
+    def traffic(self) -> Counter[str]:
+        """Bytes that this rank has sent to other ranks so far, by leg. `clear()` it to start again."""
+        return self._exchange.traffic
+
+    @property
+    def stage_hook(self) -> StageHook | None:
+        """For profiling: called with "dispatch.pack", "dispatch.wire", "dispatch.unpack", "combine.pack", ...
+
+        It returns a context manager that is entered around that stage. None = not at all.
+        """
+        return self._exchange.stage
+
+    @stage_hook.setter
+    def stage_hook(self, hook: StageHook | None) -> None:
+        self._exchange.stage = hook
+
+    def dispatch(
+        self,
+        x: Tensor | FP8Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        handle: Handle | None = None,
+        layout: str = "expert",
+        out: torch.dtype | str | None = None,
+    ) -> tuple[Received, Handle]:
+        """Sends every token to the ranks of its experts.
+
+        Args:
+            x: `[num_tokens, hidden]` bfloat16, float16 or float32, or an `FP8Tensor`. num_tokens may differ between
+                ranks and may be 0.
+            topk_idx: `[num_tokens, num_topk]` int64 or int32, the experts of each token, -1 = none. num_topk is equal on all ranks.
+            topk_weights: `[num_tokens, num_topk]` float32; None = 1.
+            handle: of an earlier dispatch, instead of topk_idx and topk_weights: the same routes, weights and layout.
+            layout: "expert" (rows in the order that grouped GEMMs read) or "rank"; see `Received`.
+            out: dtype of `Received.x`: bfloat16, float16 or float32, by default that of x (bfloat16 for an `FP8Tensor`);
+                or "fp8" for an `FP8Tensor` (not differentiable in x).
+
+        Returns:
+            What arrived, and the handle for `combine`. Differentiable in x and topk_weights.
+
+        Raises:
+            InvalidArgument: on all ranks (see `check_inputs`), before anything is sent.
+            TransportError: a rank did not answer in time.
+        """
+        self._check_open()
+        error, routing, facts = None, None, {}
+        try:
+            checks.check_dispatch(self, x, topk_idx, topk_weights, handle, layout, out)
+            facts = checks.dispatch_facts(x, topk_idx, topk_weights, handle, layout, out)
+            routing = self._new_routing(topk_idx, layout) if handle is None else handle.routing
+        except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+            error = raised
+        if handle is None:
+            rows_per_rank = None if routing is None else routing.plan.rows_per_rank
+            rows_from_rank = agree(self._transport, "dispatch", facts, error, rows_per_rank)
+            routing.rows_from_rank = rows_from_rank.tolist()
+        else:
+            self._agree("dispatch", facts, error)
+        return self._dispatch(x, topk_weights, routing, out)
+
+    def _new_routing(self, topk_idx: Tensor, layout: str) -> Routing:
+        num_rows = None
+        if self.num_max_tokens_per_rank is not None:
+            num_rows = self.num_ranks * self.num_max_tokens_per_rank
+            if layout == "expert":
+                num_topk, alignment = topk_idx.shape[1], self.expert_alignment
+                num_rows = worst_case_expert_rows(num_rows, num_topk, self.num_local_experts, alignment)
+        plan = plan_send(topk_idx.contiguous(), self.num_experts, self.num_ranks)
+        return Routing(plan, [], layout, self.expert_alignment, num_rows)
+
+    def _dispatch(
+        self, x: Tensor | FP8Tensor, topk_weights: Tensor | None, routing: Routing, out: torch.dtype | str | None
+    ) -> tuple[Received, Handle]:
+        is_fp8 = isinstance(x, FP8Tensor)
+        source = Rows(Kind.FP8, x.data, x.scales) if is_fp8 else Rows.of(x)
+        if out is None:
+            out = torch.bfloat16 if is_fp8 else x.dtype
+        call = DispatchCall(
+            self._exchange, self.precision, routing, source, out if isinstance(out, torch.dtype) else None
+        )
+        recv_x, recv_topk_weights, anchor = Dispatch.apply(None if is_fp8 else x, topk_weights, call)
+        if recv_x is None:
+            recv_x = self._unpack_fp8(call)
+        received = Received(
+            recv_x,
+            routing.recv_topk_idx,
+            recv_topk_weights,
+            routing.num_recv_tokens_per_expert,
+            () if routing.experts is None else routing.experts.rows_per_expert,
+            call.arrived,
+            routing.source_rows(),
+        )
+        return received, Handle(routing, recv_topk_weights, anchor, self)
+
+    def _unpack_fp8(self, call: DispatchCall) -> FP8Tensor:
+        num_rows = call.routing.num_expert_rows()
+        recv_x = FP8Tensor.empty(num_rows, self.hidden)
+        rows = Rows(Kind.FP8, recv_x.data, recv_x.scales)
+        self._exchange.unpack("dispatch", self.precision.dispatch, call.arrived, rows, call.routing.source_rows())
+        return recv_x
+
+    def combine(self, y: Tensor, handle: Handle, *, apply_weights: bool | None = None) -> Tensor:
+        """Brings the experts' results home and sums them per token, in float32 and in a fixed order.
+
+        Args:
+            y: rows in the order of the dispatch's `Received.x`: `[num_rows, hidden]` bfloat16, float16 or float32.
+            handle: of that dispatch.
+            apply_weights: whether to multiply by the routing weights here. By default True for layout "expert". False if the experts have applied
+                `Received.topk_weights` themselves; always False for layout "rank", whose rows are already sums over
+                local experts.
+
+        Returns:
+            `[num_tokens, hidden]`, dtype of y; zeros for a token without experts. Differentiable in y and in the weights.
+
+        Raises:
+            InvalidArgument: on all ranks (see `check_inputs`), before anything is sent.
+            TransportError: a rank did not answer in time.
+        """
+        self._check_open()
+        error, facts = None, {}
+        try:
+            checks.check_combine(self, y, handle, apply_weights)
+            apply_weights = handle.routing.layout == "expert" if apply_weights is None else apply_weights
+            facts = checks.combine_facts(y, handle, apply_weights)
+        except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+            error = raised
+        self._agree("combine", facts, error)
+        weights = handle.topk_weights if apply_weights else None
+        return Combine.apply(y, weights, handle.anchor, self._exchange, self.precision, handle.routing)
+
+    def _agree(self, operation: str, facts: dict[str, object], error: Exception | None) -> None:
+        """Compares the arguments of a call whose row counts are known already, if that is wanted."""
+        if self.check_inputs:
+            agree(self._transport, operation, facts, error)
+        elif error is not None:
+            raise error
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this EPCommunicator is closed")
+
+    def close(self) -> None:
+        """Frees the transport. May be called more than once; the communicator can't be used afterwards."""
+        if not self._is_closed and self._owns_transport:
+            self._transport.close()
+        self._is_closed = True
+
+    def __enter__(self) -> EPCommunicator:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        legs = ", ".join(f"{name}={leg['wire']}" for name, leg in self.precision.legs().items())
+        return (
+            f"EPCommunicator(rank {self.rank} of {self.num_ranks} over {self.transport}, num_experts={self.num_experts}, "
+            f"hidden={self.hidden}, {legs})"
+        )

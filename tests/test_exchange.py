@@ -1,0 +1,42 @@
+"""The cases of `exchange_cases.py` on every transport, and their equality between transports."""
+
+from __future__ import annotations
+
+import functools
+
+import exchange_cases
+import pytest
+from launch import have_launcher, run_ranks
+from thread_ranks import run_thread_ranks
+
+# launcher and number of ranks of every group that the cases run on
+PROCESS_GROUPS = [("mpi", 1), ("mpi", 2), ("mpi", 4), ("torchrun", 2), ("torchrun", 3)]
+
+
+@functools.cache
+def outcome(launcher: str, num_ranks: int) -> list[dict[str, list[int]]]:
+    """What all cases returned on every rank. One start of the processes serves all tests."""
+    if launcher == "threads":
+        return run_thread_ranks(exchange_cases.run_cases, num_ranks)
+    if launcher == "loopback":
+        return [exchange_cases.run_cases(None)]
+    return run_ranks(exchange_cases.run_cases, num_ranks, launcher=launcher, timeout=150)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("case", exchange_cases.CASES)
+def test_case_on_threads(case: str, num_ranks: int) -> None:
+    run_thread_ranks(exchange_cases.CASES[case], num_ranks)
+
+
+@pytest.mark.parametrize("case", exchange_cases.CASES)
+def test_case_alone(case: str) -> None:
+    assert exchange_cases.CASES[case](None) == outcome("threads", 1)[0][case]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("launcher, num_ranks", PROCESS_GROUPS)
+def test_processes_give_the_bits_of_threads(launcher: str, num_ranks: int) -> None:
+    if not have_launcher(launcher):
+        pytest.skip(f"{launcher} is not installed")
+    assert outcome(launcher, num_ranks) == outcome("threads", num_ranks)
