@@ -250,6 +250,68 @@ def case_gradients_equal_one_rank(group: Any) -> list[int]:
     return digests
 
 
+def inner(a: Tensor, b: Tensor) -> float:
+    """Inner product in float64."""
+    return float((a.detach().double() * b.detach().double()).sum())
+
+
+def total(comm: Any, value: float) -> float:
+    """Sum over the ranks."""
+    return float(sum(np.frombuffer(part)[0] for part in comm._transport.all_gather_bytes(np.float64(value).tobytes())))
+
+
+def case_dispatch_and_combine_are_adjoint(group: Any) -> list[int]:
+    """<dispatch(x), y> = <x, combine(y)>, summed over the ranks, and the same for the weights."""
+    problem = Problem(size_of(group), seed=11)
+    with communicator(group, problem, "fp32", expert_alignment=4) as comm:
+        rng = np.random.default_rng(comm.rank)
+        x, idx, weights = problem.mine(comm.rank)
+        for layout in ("rank", "expert"):
+            weights.requires_grad_().grad = None
+            recv, handle = comm.dispatch(x, idx, weights, layout=layout)
+            y = torch.from_numpy(rng.standard_normal(recv.x.shape).astype(np.float32))
+            home = comm.combine(y, handle, apply_weights=False)
+            there, back = total(comm, inner(recv.x, y)), total(comm, inner(x, home))
+            assert abs(there - back) < 1e-5 * (1 + abs(there)), (there, back)
+            upstream = torch.from_numpy(rng.standard_normal(recv.topk_weights.shape).astype(np.float32))
+            (home.sum() * 0 + (recv.topk_weights * upstream).sum()).backward()
+            there, back = total(comm, inner(recv.topk_weights, upstream)), total(comm, inner(weights, weights.grad))
+            assert abs(there - back) < 1e-5 * (1 + abs(there)), (there, back)
+    return []
+
+
+def case_gradients_are_finite_differences(group: Any) -> list[int]:
+    """Experts that are not linear; single entries of x, y and topk_weights of every rank are moved both ways."""
+    problem = Problem(size_of(group), num_topk=2, hidden=32, seed=12)
+    step = 2.0**-6
+    with communicator(group, problem, "fp32") as comm:
+        x, idx, weights = (value.clone() for value in problem.mine(comm.rank))
+        upstream = torch.from_numpy(np.random.default_rng(comm.rank).standard_normal(x.shape).astype(np.float32))
+        shift = torch.zeros(comm.dispatch(x, idx, weights)[0].x.shape)
+
+        def loss(x: Tensor, weights: Tensor, shift: Tensor) -> Tensor:
+            recv, handle = comm.dispatch(x, idx, weights)
+            y = torch.tanh(expert_function(recv.x, experts_of_rows(recv, comm))) + shift
+            return (comm.combine(y, handle) * upstream).sum()
+
+        leaves = [value.requires_grad_() for value in (x, weights, shift)]
+        loss(*leaves).backward()
+        for owner in range(comm.num_ranks):
+            for which, leaf in enumerate(leaves):
+                for pick in range(3):
+                    moved = []
+                    for sign in (1.0, -1.0):
+                        values = [value.detach().clone() for value in leaves]
+                        if comm.rank == owner and leaf.numel():
+                            values[which].view(-1)[(pick * 97) % leaf.numel()] += sign * step
+                        moved.append(total(comm, float(loss(*values))))
+                    slope = (moved[0] - moved[1]) / (2 * step)
+                    if comm.rank == owner and leaf.numel():
+                        expected = float(leaf.grad.view(-1)[(pick * 97) % leaf.numel()])
+                        assert abs(slope - expected) < 2e-3 * (1 + abs(expected)), (which, pick, slope, expected)
+    return []
+
+
 def case_rank_layout_gradients(group: Any) -> list[int]:
     """The rank layout: experts loop over their slots themselves; gradients equal those of one process."""
     problem = Problem(size_of(group), seed=5)
@@ -320,6 +382,46 @@ def case_every_precision_leg(group: Any) -> list[int]:
                 )
                 digests.append(digest(out, x.grad))
     return digests
+
+
+def case_extreme_sizes(group: Any) -> list[int]:
+    """More experts than a byte holds, one expert per rank, one token, the smallest and an odd width, a wide top-k."""
+    num_ranks = size_of(group)
+    digests = []
+    for local, topk, hidden in ((300, 16, 32), (1, 1, 96), (2, 9, 224), (40, 8, 7168)):
+        problem = Problem(num_ranks, num_local_experts=local, num_topk=topk, hidden=hidden, seed=13)
+        with communicator(group, problem, "fp32", expert_alignment=3) as comm:
+            x, idx, weights = problem.mine(comm.rank)
+            recv, handle = comm.dispatch(x, idx.to(torch.int32), weights)
+            out = comm.combine(expert_function(recv.x, experts_of_rows(recv, comm)), handle)
+            assert torch.equal(out, moe_on_one_rank(problem, x, idx, weights))
+            digests.append(digest(recv.x, out))
+            one = x.new_ones(1 if comm.rank == 0 else 0, hidden)
+            recv, handle = comm.dispatch(one, torch.full((len(one), topk), comm.num_experts - 1))
+            assert recv.num_recv_tokens_per_expert.sum() == (topk if comm.rank == num_ranks - 1 else 0)
+            assert torch.equal(comm.combine(recv.x, handle), one * topk)
+    return digests
+
+
+def case_cached_handle(group: Any) -> list[int]:
+    """A handle repeats its routes for other tokens, forward and backward, with less on the wire."""
+    problem = Problem(size_of(group), seed=14)
+    with communicator(group, problem, "bf16") as comm:
+        x, idx, weights = problem.mine(comm.rank)
+        weights.requires_grad_()
+        _, handle = comm.dispatch(x, idx, weights)
+        first_bytes = comm.traffic["dispatch"]
+        fresh, fresh_handle = comm.dispatch(-x, idx, weights)
+        other = (-x).requires_grad_()
+        recv, handle = comm.dispatch(other, handle=handle)
+        assert comm.traffic["dispatch"] - 2 * first_bytes <= first_bytes
+        assert torch.equal(recv.x, fresh.x)
+        assert torch.equal(recv.topk_weights, fresh.topk_weights)
+        out = comm.combine(recv.x, handle)
+        assert torch.equal(out, comm.combine(fresh.x, fresh_handle))
+        out.sum().backward()
+        assert other.grad.any() or not len(x)
+        return [digest(recv.x, out, other.grad)]
 
 
 def case_repeated_runs_are_equal(group: Any) -> list[int]:
