@@ -1,7 +1,7 @@
 """Conversions between float tensors, MXFP4 and FP8, to the bit the same on every device.
 
 MXFP4 holds 4-bit E2M1 codes with one power-of-two scale per 32 elements of a row; FP8 holds E4M3 codes with one scale
-per 128. All tensors here are `[num_rows, hidden]`, hidden a multiple of 32; a row stride is fine.
+per 128. Tensors are `[num_rows, hidden]`, hidden a multiple of 32, and may have a row stride.
 
     float ---quantize_mxfp4---> MXFP4Tensor ---to_fp8----------> FP8Tensor    forward and dgrad GEMMs
                                             `--to_fp8_columns--> FP8Columns   wgrad GEMM
@@ -45,6 +45,7 @@ class MXFP4Tensor:
     def __post_init__(self) -> None:
         _check_matrix("packed", self.packed, torch.uint8)
         _check_hidden("packed", self.hidden)
+        _check_adjacent("packed", self.packed)
         _check_scales(self.packed, self.scales, torch.uint8, self.hidden // BLOCK_SIZE, "hidden / 32")
 
     @property
@@ -139,6 +140,7 @@ class FP8Tensor:
     def __post_init__(self) -> None:
         _check_matrix("data", self.data, torch.float8_e4m3fn)
         _check_hidden("data", self.hidden)
+        _check_adjacent("data", self.data)
         num_groups = -(-self.hidden // GROUP_SIZE)
         _check_scales(self.data, self.scales, torch.float32, num_groups, "ceil(hidden / 128)")
 
@@ -333,7 +335,7 @@ def quantize_mxfp4(
         seed: 0 to 2**64 - 1, of the rounding and of the transform.
 
     Raises:
-        InvalidArgument: an argument has the wrong type, dtype, shape, stride or value.
+        InvalidArgument: an argument has the wrong type, dtype, shape or value.
         NotAvailable: there is no back end for the device of x.
     """
     mode = parse_scale_mode(scale_mode).name.lower()
@@ -356,7 +358,7 @@ def quantize_fp8(x: Tensor) -> FP8Tensor:
         x: float32, bfloat16 or float16 `[num_rows, hidden]`. A group with a NaN or an Inf becomes NaN.
 
     Raises:
-        InvalidArgument: x has the wrong type, dtype, shape or stride.
+        InvalidArgument: x has the wrong type, dtype or shape.
         NotAvailable: there is no back end for the device of x.
     """
     _require(not isinstance(x, FP8Tensor), "x", "an FP8Tensor", "a float tensor")
@@ -387,8 +389,11 @@ def _check_tensor(argument: str, tensor: Any, *dtypes: torch.dtype) -> None:
 def _check_matrix(argument: str, tensor: Any, *dtypes: torch.dtype) -> None:
     _check_tensor(argument, tensor, *dtypes)
     _require(tensor.ndim == 2, argument, f"of shape {list(tensor.shape)}", "two dimensions, [num_rows, width]")
-    contiguous = tensor.numel() == 0 or tensor.shape[1] == 1 or tensor.stride(1) == 1
-    _require(contiguous, argument, f"strided {tensor.stride()}", "elements of a row next to each other (stride 1)")
+
+
+def _check_adjacent(argument: str, tensor: Tensor) -> None:
+    adjacent = tensor.numel() == 0 or tensor.shape[1] == 1 or tensor.stride(1) == 1
+    _require(adjacent, argument, f"of strides {tensor.stride()}", "a stride of 1 between the elements of a row")
 
 
 def _check_hidden(argument: str, hidden: int) -> None:
@@ -397,6 +402,7 @@ def _check_hidden(argument: str, hidden: int) -> None:
 
 def _check_scales(data: Tensor, scales: Any, dtype: torch.dtype, width: int, meaning: str) -> None:
     _check_matrix("scales", scales, dtype)
+    _check_adjacent("scales", scales)
     shape = [data.shape[0], width]
     _require(list(scales.shape) == shape, "scales", f"of shape {list(scales.shape)}", f"{shape}, [num_rows, {meaning}]")
     _require(scales.device == data.device, "scales", f"on {scales.device}", f"{data.device}, where the codes are")

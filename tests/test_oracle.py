@@ -231,6 +231,18 @@ class TestWeightedSum:
         assert not np.signbit(total).any()
 
 
+def test_dot_products_scalar_loop() -> None:
+    a, b = RNG(12).standard_normal((2, 5, 160)).astype(np.float32)
+    for x, y, result in zip(a, b, oracle.dot_products(a, b), strict=True):
+        lanes = [np.float32(0)] * 32
+        for j in range(160):
+            lanes[j % 32] = np.float32(lanes[j % 32] + np.float32(x[j] * y[j]))
+        while len(lanes) > 1:
+            half = len(lanes) // 2
+            lanes = [np.float32(lanes[j] + lanes[j + half]) for j in range(half)]
+        assert_same_bits(result, lanes[0])
+
+
 class TestRandom:
     @pytest.mark.parametrize(
         "counter, seed, expected",

@@ -293,6 +293,21 @@ def weighted_sum(terms: F32, row_index: Ints, weights: F32 | None = None) -> F32
     return canonical(total)
 
 
+def dot_products(a: F32, b: F32) -> F32:
+    """Dot products of rows [n, hidden] in float32, every product and sum rounded.
+
+    Column j adds to lane j % 32, in order; then lane j adds lane j + half, for half = 16, 8, 4, 2, 1.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        products = (a * b).reshape(len(a), a.shape[1] // 32, 32)
+        lanes = np.zeros((len(a), 32), np.float32)
+        for i in range(products.shape[1]):
+            lanes = lanes + products[:, i]
+        for half in (16, 8, 4, 2, 1):
+            lanes = lanes[:, :half] + lanes[:, half:]
+    return canonical(lanes[:, 0])
+
+
 # --- MXFP4 -> FP8: several blocks get one scale by shifting, not by measuring
 
 
