@@ -45,7 +45,10 @@ def check_sizes(
         f"at most {_MAX_LOCAL_EXPERTS} for each of the {num_ranks} ranks",
     )
     require(
-        _is_count(hidden, 1) and hidden % BLOCK_SIZE == 0, "hidden", repr(hidden), f"a positive multiple of {BLOCK_SIZE}"
+        _is_count(hidden, 1) and hidden % BLOCK_SIZE == 0,
+        "hidden",
+        repr(hidden),
+        f"a positive multiple of {BLOCK_SIZE}",
     )
     require(_is_count(expert_alignment, 1), "expert_alignment", repr(expert_alignment), "a positive integer")
     require(
@@ -72,9 +75,11 @@ def check_dispatch(
     num_tokens, hidden = (x.data if isinstance(x, FP8Tensor) else x).shape
     require(hidden == comm.hidden, "x", f"{hidden} wide", f"[num_tokens, {comm.hidden}]")
     require(layout in ("expert", "rank"), "layout", repr(layout), "'expert' or 'rank'")
-    require(out is None or out == "fp8" or out in FLOAT_DTYPES, "out", repr(out), f"None, 'fp8' or one of {FLOAT_DTYPES}")
     require(
-        out != "fp8" or not comm.precision.dispatch.hadamard,
+        out is None or out == "fp8" or out in FLOAT_DTYPES, "out", repr(out), f"None, 'fp8' or one of {FLOAT_DTYPES}"
+    )
+    require(
+        out != "fp8" or not comm.precision.leg("dispatch").hadamard,
         "out",
         "'fp8'",
         "a float dtype, since the dispatch leg uses the Hadamard transform, whose reverse is not FP8",
@@ -82,8 +87,9 @@ def check_dispatch(
     limit = comm.num_max_tokens_per_rank
     require(limit is None or num_tokens <= limit, "x", f"{num_tokens} rows", f"at most num_max_tokens_per_rank={limit}")
     if handle is None:
-        require(isinstance(topk_idx, Tensor), "topk_idx", type(topk_idx).__name__, "a tensor, unless a handle is given")
         _check_routing(topk_idx, topk_weights, num_tokens, comm.num_experts)
+        if limit is not None and layout == "expert":
+            _check_distinct(topk_idx, comm.num_local_experts)
     else:
         _check_handle(comm, handle)
         require(
@@ -96,19 +102,26 @@ def check_dispatch(
         require(num_tokens == sent, "x", f"{num_tokens} rows", f"{sent} rows, as in the dispatch that made the handle")
 
 
-def _check_rows(argument: str, rows: object, hidden: int) -> None:
+def _check_rows(argument: str, rows: Any, hidden: int) -> None:
     require(isinstance(rows, Tensor), argument, f"a {type(rows).__name__}", "a tensor")
     require(rows.device.type == "cpu", argument, f"on {rows.device}", "a CPU tensor")
     require(rows.dtype in FLOAT_DTYPES, argument, f"of dtype {rows.dtype}", f"one of {FLOAT_DTYPES}")
     require(
-        rows.ndim == 2 and rows.shape[1] == hidden, argument, f"of shape {list(rows.shape)}", f"shape [num_rows, {hidden}]"
+        rows.ndim == 2 and rows.shape[1] == hidden,
+        argument,
+        f"of shape {list(rows.shape)}",
+        f"shape [num_rows, {hidden}]",
     )
 
 
-def _check_routing(topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: int, num_experts: int) -> None:
+def _check_routing(topk_idx: Any, topk_weights: Any, num_tokens: int, num_experts: int) -> None:
+    require(isinstance(topk_idx, Tensor), "topk_idx", f"a {type(topk_idx).__name__}", "a tensor, or a handle instead")
     require(topk_idx.device.type == "cpu", "topk_idx", f"on {topk_idx.device}", "a CPU tensor")
     require(
-        topk_idx.dtype in (torch.int64, torch.int32), "topk_idx", f"of dtype {topk_idx.dtype}", "torch.int64 or torch.int32"
+        topk_idx.dtype in (torch.int64, torch.int32),
+        "topk_idx",
+        f"of dtype {topk_idx.dtype}",
+        "torch.int64 or torch.int32",
     )
     require(
         topk_idx.ndim == 2 and topk_idx.shape[0] == num_tokens and topk_idx.shape[1] > 0,
@@ -120,9 +133,8 @@ def _check_routing(topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: in
         smallest, largest = (int(bound) for bound in torch.aminmax(topk_idx))
         if smallest < -1 or largest >= num_experts:
             token, slot = torch.nonzero((topk_idx < -1) | (topk_idx >= num_experts))[0].tolist()
-            raise InvalidArgument(
-                f"topk_idx[{token}, {slot}] is {int(topk_idx[token, slot])}; accepted: 0 to {num_experts - 1}, or -1 for none"
-            )
+            received = int(topk_idx[token, slot])
+            require(False, f"topk_idx[{token}, {slot}]", received, f"0 to {num_experts - 1}, or -1 for none")
     if topk_weights is None:
         return
     require(isinstance(topk_weights, Tensor), "topk_weights", f"a {type(topk_weights).__name__}", "a tensor or None")
@@ -136,6 +148,19 @@ def _check_routing(topk_idx: Tensor, topk_weights: Tensor | None, num_tokens: in
     )
 
 
+def _check_distinct(topk_idx: Any, num_local_experts: int) -> None:
+    """A token counts once per local expert in the fixed size of the expert layout (`worst_case_expert_rows`)."""
+    if topk_idx.shape[1] <= num_local_experts:
+        return
+    ordered = topk_idx.sort(dim=1).values
+    again = torch.nonzero((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0))
+    if len(again):
+        token, place = again[0].tolist()
+        received = f"naming expert {int(ordered[token, place])} more than once"
+        accepted = "distinct experts, as num_max_tokens_per_rank fixes the number of rows"
+        require(False, f"topk_idx[{token}]", received, accepted)
+
+
 def _check_handle(comm: EPCommunicator, handle: object) -> None:
     owner = getattr(handle, "owner", None)
     require(owner is not None, "handle", f"a {type(handle).__name__}", "the handle that dispatch returned")
@@ -146,8 +171,13 @@ def check_combine(comm: EPCommunicator, y: Tensor, handle: Handle, apply_weights
     """Checks the arguments of `EPCommunicator.combine`."""
     _check_handle(comm, handle)
     _check_rows("y", y, comm.hidden)
-    num_rows = handle.routing.num_expert_rows()
-    require(y.shape[0] == num_rows, "y", f"of shape {list(y.shape)}", f"[{num_rows}, {comm.hidden}], a row for each of recv.x")
+    num_rows = handle.routing.num_rows
+    require(
+        y.shape[0] == num_rows,
+        "y",
+        f"of shape {list(y.shape)}",
+        f"[{num_rows}, {comm.hidden}], a row for each of recv.x",
+    )
     require(apply_weights in (None, True, False), "apply_weights", repr(apply_weights), "None, True or False")
     require(
         not apply_weights or handle.routing.layout == "expert",

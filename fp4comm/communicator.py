@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -12,28 +12,28 @@ from torch import Tensor
 
 from . import checks
 from .agreement import agree
-from .autograd import Combine, Dispatch, DispatchCall, Routing
+from .autograd import Combine, Dispatch, DispatchCall
 from .backends import Rows, backend_for
 from .codec import FP8Columns, FP8Tensor, MXFP4Tensor
 from .errors import ClosedError, InvalidArgument
 from .exchange import Exchange, StageHook, WireRows
 from .formats import Kind
 from .precision import Precision
-from .routing import plan_send, worst_case_expert_rows
+from .routing import NewRoutes, Routing, plan_send, worst_case_expert_rows
 from .transport import make_transport
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Handle:
-    """What a dispatch leaves for its combine, for further dispatches along the same routes, and for backward. Opaque."""
+    """What a dispatch leaves for its combine and for further dispatches along the same routes. Opaque."""
 
-    routing: Routing = field(repr=False)
-    topk_weights: Tensor = field(repr=False)
-    anchor: Tensor = field(repr=False)
-    owner: EPCommunicator = field(repr=False)
+    routing: Routing
+    topk_weights: Tensor
+    anchor: Tensor
+    owner: EPCommunicator
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Received:
     """What arrived for the local experts.
 
@@ -44,25 +44,28 @@ class Received:
 
     Attributes:
         x: `[num_rows, hidden]`: a tensor, or an `FP8Tensor` if dispatch was called with `out="fp8"`.
-        topk_idx: `[num_recv_tokens, num_topk]` int32, local experts of the received tokens, -1 = on another rank.
         topk_weights: float32, differentiable: `[num_rows]` (layout "expert", 0 at padding) or `[num_rows, num_topk]`.
-        num_recv_tokens_per_expert: `[num_local_experts]` int64, rows of each local expert without padding.
-        num_rows_per_expert: rows of each local expert with padding (layout "expert"; else empty).
     """
 
     x: Tensor | FP8Tensor
-    topk_idx: Tensor
     topk_weights: Tensor
-    num_recv_tokens_per_expert: Tensor
-    num_rows_per_expert: tuple[int, ...]
+    _routing: Routing
     _arrived: WireRows
-    _source_rows: Tensor | None
 
-    def __repr__(self) -> str:
-        is_fp8 = isinstance(self.x, FP8Tensor)
-        num_rows, hidden = (self.x.data if is_fp8 else self.x).shape
-        kind = "FP8Tensor" if is_fp8 else str(self.x.dtype)
-        return f"Received(x=[{num_rows}, {hidden}] {kind}, num_rows_per_expert={self.num_rows_per_expert})"
+    @property
+    def topk_idx(self) -> Tensor:
+        """`[num_recv_tokens, num_topk]` int32, local experts of the received tokens, -1 = on another rank."""
+        return self._routing.recv_topk_idx
+
+    @property
+    def num_recv_tokens_per_expert(self) -> Tensor:
+        """`[num_local_experts]` int64, rows of each local expert without padding."""
+        return self._routing.num_recv_tokens_per_expert
+
+    @property
+    def num_rows_per_expert(self) -> tuple[int, ...]:
+        """Rows of each local expert with padding. Layout "expert"; else empty."""
+        return () if self._routing.experts is None else self._routing.experts.rows_per_expert
 
     @property
     def payload(self) -> MXFP4Tensor:
@@ -71,25 +74,31 @@ class Received:
         Raises:
             InvalidArgument: the dispatch leg is not mxfp4.
         """
-        if self._arrived.kind != Kind.MXFP4:
-            raise InvalidArgument(f"payload: the wire of dispatch is {self._arrived.kind.name}; accepted: MXFP4")
         rows = self._arrived.rows
+        if rows.kind != Kind.MXFP4 or rows.scales is None:
+            raise InvalidArgument(f"payload: the wire of dispatch is {rows.kind.name}; accepted: MXFP4")
         return MXFP4Tensor(rows.data, rows.scales)
 
     def to_fp8_columns(self) -> FP8Columns:
-        """The same numbers column-wise per expert, for the weight gradient, straight from the payload. Layout "expert".
+        """The same numbers column-wise per expert, for the weight gradient, straight from the payload.
 
         Raises:
-            InvalidArgument: another layout, or a wire other than mxfp4 and fp8.
+            InvalidArgument: the layout is not "expert", or the wire is not mxfp4 or fp8.
         """
-        if not self.num_rows_per_expert:
-            raise InvalidArgument("to_fp8_columns: the layout is 'rank'; accepted: layout 'expert'")
-        if self._arrived.kind not in (Kind.MXFP4, Kind.FP8_E8M0):
-            raise InvalidArgument(f"to_fp8_columns: the wire of dispatch is {self._arrived.kind.name}; accepted: mxfp4, fp8")
-        rows = self._source_rows[: sum(self.num_rows_per_expert)]
-        backend = backend_for(self._arrived.buffer)
-        data, scales = backend.fp8_columns(self._arrived.rows, rows, self.num_rows_per_expert)
+        rows = self._arrived.rows
+        if self._routing.experts is None:
+            raise InvalidArgument("to_fp8_columns: the layout is 'rank'; accepted: 'expert'")
+        if rows.kind not in (Kind.MXFP4, Kind.FP8_E8M0):
+            raise InvalidArgument(f"to_fp8_columns: the wire of dispatch is {rows.kind.name}; accepted: MXFP4, FP8")
+        src_row = self._routing.experts.rows[: sum(self.num_rows_per_expert)]
+        data, scales = backend_for(rows.data).fp8_columns(rows, src_row, self.num_rows_per_expert)
         return FP8Columns(data, scales, self.num_rows_per_expert)
+
+    def __repr__(self) -> str:
+        is_fp8 = isinstance(self.x, FP8Tensor)
+        num_rows, hidden = self.x.data.shape
+        kind = "FP8Tensor" if is_fp8 else str(self.x.data.dtype)
+        return f"Received(x=[{num_rows}, {hidden}] {kind}, num_rows_per_expert={self.num_rows_per_expert})"
 
 
 class EPCommunicator:
@@ -107,8 +116,9 @@ class EPCommunicator:
         num_max_tokens_per_rank: at most so many tokens per rank and dispatch; results then have a fixed shape.
             None = as many rows as arrive.
         transport: "auto", "loopback", "mpi" or "process_group".
-        check_inputs: compare the arguments of every call over the ranks before anything is sent, so that a bad one raises
-            the same error on all of them. Costs one exchange of a few bytes, none for a dispatch with new routing.
+        check_inputs: compare the arguments of every call over the ranks before anything is sent, so that a bad one
+            raises the same error on all of them. Costs an exchange of a few bytes per call; a dispatch with new routing
+            has that exchange in any case.
         seed: of stochastic rounding and of the Hadamard transform; equal on all ranks.
         timeout_secs: how long to wait for a rank before `TransportError`.
 
@@ -136,6 +146,7 @@ class EPCommunicator:
         self.num_experts, self.hidden, self.check_inputs = num_experts, hidden, check_inputs
         self.expert_alignment, self.num_max_tokens_per_rank = expert_alignment, num_max_tokens_per_rank
         self._is_closed = False
+        self.precision = Precision()
         error = None
         try:
             self.precision = Precision.of(precision)
@@ -143,17 +154,16 @@ class EPCommunicator:
         except InvalidArgument as raised:
             error = raised
         agree(self._transport, "EPCommunicator", self._facts(seed), error)
-        self._exchange = Exchange(self._transport, hidden, num_experts, seed)
+        self._exchange = Exchange(self._transport, hidden, num_experts, self.precision, seed)
 
     def _facts(self, seed: int) -> dict[str, object]:
         from . import __version__
 
-        precision = getattr(self, "precision", None)
         return {
             "fp4comm version": __version__,
             "num_experts": self.num_experts,
             "hidden": self.hidden,
-            "precision": precision and precision.legs(),
+            "precision": self.precision.legs(),
             "expert_alignment": self.expert_alignment,
             "num_max_tokens_per_rank": self.num_max_tokens_per_rank,
             "check_inputs": self.check_inputs,
@@ -212,12 +222,14 @@ class EPCommunicator:
         Args:
             x: `[num_tokens, hidden]` bfloat16, float16 or float32, or an `FP8Tensor`. num_tokens may differ between
                 ranks and may be 0.
-            topk_idx: `[num_tokens, num_topk]` int64 or int32, the experts of each token, -1 = none. num_topk is equal on all ranks.
+            topk_idx: `[num_tokens, num_topk]` int64 or int32, the experts of each token, -1 = none. num_topk is equal
+                on all ranks.
             topk_weights: `[num_tokens, num_topk]` float32; None = 1.
-            handle: of an earlier dispatch, instead of topk_idx and topk_weights: the same routes, weights and layout.
+            handle: of an earlier dispatch, instead of topk_idx and topk_weights: the same routes and layout, and the
+                same weights as constants.
             layout: "expert" (rows in the order that grouped GEMMs read) or "rank"; see `Received`.
-            out: dtype of `Received.x`: bfloat16, float16 or float32, by default that of x (bfloat16 for an `FP8Tensor`);
-                or "fp8" for an `FP8Tensor` (not differentiable in x).
+            out: dtype of `Received.x`: bfloat16, float16 or float32, by default that of x (bfloat16 for an
+                `FP8Tensor`); or "fp8" for an `FP8Tensor` (not differentiable in x).
 
         Returns:
             What arrived, and the handle for `combine`. Differentiable in x and topk_weights.
@@ -227,61 +239,54 @@ class EPCommunicator:
             TransportError: a rank did not answer in time.
         """
         self._check_open()
-        error, routing, facts = None, None, {}
+        facts: dict[str, object] = {}
+        plan = error = None
         try:
             checks.check_dispatch(self, x, topk_idx, topk_weights, handle, layout, out)
             facts = checks.dispatch_facts(x, topk_idx, topk_weights, handle, layout, out)
-            routing = self._new_routing(topk_idx, layout) if handle is None else handle.routing
+            if topk_idx is not None:
+                plan = plan_send(topk_idx.contiguous(), self.num_experts, self.num_ranks)
         except Exception as raised:  # whatever it is, the other ranks must not wait for this one
             error = raised
-        if handle is None:
-            rows_per_rank = None if routing is None else routing.plan.rows_per_rank
-            rows_from_rank = agree(self._transport, "dispatch", facts, error, rows_per_rank)
-            routing.rows_from_rank = rows_from_rank.tolist()
-        else:
+        if handle is not None:
             self._agree("dispatch", facts, error)
-        return self._dispatch(x, topk_weights, routing, out)
+            return self._dispatch(x, topk_weights, handle.routing, out)
+        rows_from_rank = agree(self._transport, "dispatch", facts, error, None if plan is None else plan.rows_per_rank)
+        assert plan is not None, "agree raises if there was an error"
+        num_rows = self._fixed_num_rows(layout, plan.topk_idx.shape[1])
+        routes = NewRoutes(plan, tuple(rows_from_rank.tolist()), layout, self.expert_alignment, num_rows)
+        return self._dispatch(x, topk_weights, routes, out)
 
-    def _new_routing(self, topk_idx: Tensor, layout: str) -> Routing:
-        num_rows = None
-        if self.num_max_tokens_per_rank is not None:
-            num_rows = self.num_ranks * self.num_max_tokens_per_rank
-            if layout == "expert":
-                num_topk, alignment = topk_idx.shape[1], self.expert_alignment
-                num_rows = worst_case_expert_rows(num_rows, num_topk, self.num_local_experts, alignment)
-        plan = plan_send(topk_idx.contiguous(), self.num_experts, self.num_ranks)
-        return Routing(plan, [], layout, self.expert_alignment, num_rows)
+    def _fixed_num_rows(self, layout: str, num_topk: int) -> int | None:
+        if self.num_max_tokens_per_rank is None:
+            return None
+        most = self.num_ranks * self.num_max_tokens_per_rank
+        if layout == "rank":
+            return most
+        return worst_case_expert_rows(most, num_topk, self.num_local_experts, self.expert_alignment)
 
     def _dispatch(
-        self, x: Tensor | FP8Tensor, topk_weights: Tensor | None, routing: Routing, out: torch.dtype | str | None
+        self,
+        x: Tensor | FP8Tensor,
+        topk_weights: Tensor | None,
+        routes: NewRoutes | Routing,
+        out: torch.dtype | str | None,
     ) -> tuple[Received, Handle]:
-        is_fp8 = isinstance(x, FP8Tensor)
-        source = Rows(Kind.FP8, x.data, x.scales) if is_fp8 else Rows.of(x)
-        if out is None:
-            out = torch.bfloat16 if is_fp8 else x.dtype
-        call = DispatchCall(
-            self._exchange, self.precision, routing, source, out if isinstance(out, torch.dtype) else None
-        )
-        recv_x, recv_topk_weights, anchor = Dispatch.apply(None if is_fp8 else x, topk_weights, call)
-        if recv_x is None:
-            recv_x = self._unpack_fp8(call)
-        received = Received(
-            recv_x,
-            routing.recv_topk_idx,
-            recv_topk_weights,
-            routing.num_recv_tokens_per_expert,
-            () if routing.experts is None else routing.experts.rows_per_expert,
-            call.arrived,
-            routing.source_rows(),
-        )
-        return received, Handle(routing, recv_topk_weights, anchor, self)
-
-    def _unpack_fp8(self, call: DispatchCall) -> FP8Tensor:
-        num_rows = call.routing.num_expert_rows()
-        recv_x = FP8Tensor.empty(num_rows, self.hidden)
-        rows = Rows(Kind.FP8, recv_x.data, recv_x.scales)
-        self._exchange.unpack("dispatch", self.precision.dispatch, call.arrived, rows, call.routing.source_rows())
-        return recv_x
+        if isinstance(x, FP8Tensor):
+            differentiable, source, dtype = None, x._rows, torch.bfloat16
+        else:
+            differentiable, source, dtype = x, Rows.of(x), x.dtype
+        dtype = out if isinstance(out, torch.dtype) else dtype
+        call = DispatchCall(self._exchange, routes, source, None if out == "fp8" else dtype)
+        weights = None if topk_weights is None else topk_weights.contiguous()
+        recv_x, recv_topk_weights, anchor = Dispatch.apply(differentiable, weights, call)
+        assert call.routing is not None
+        assert call.arrived is not None
+        if out == "fp8":
+            recv_x = FP8Tensor.empty(call.routing.num_rows, self.hidden)
+            self._exchange.unpack("dispatch", call.arrived, recv_x._rows, call.routing.source_rows)
+        received = Received(recv_x, recv_topk_weights, call.routing, call.arrived)
+        return received, Handle(call.routing, recv_topk_weights, anchor, self)
 
     def combine(self, y: Tensor, handle: Handle, *, apply_weights: bool | None = None) -> Tensor:
         """Brings the experts' results home and sums them per token, in float32 and in a fixed order.
@@ -289,19 +294,20 @@ class EPCommunicator:
         Args:
             y: rows in the order of the dispatch's `Received.x`: `[num_rows, hidden]` bfloat16, float16 or float32.
             handle: of that dispatch.
-            apply_weights: whether to multiply by the routing weights here. By default True for layout "expert". False if the experts have applied
-                `Received.topk_weights` themselves; always False for layout "rank", whose rows are already sums over
-                local experts.
+            apply_weights: whether to multiply by the routing weights here. By default True for layout "expert". False
+                if the experts have applied `Received.topk_weights` themselves; always False for layout "rank", whose
+                rows are already sums over local experts.
 
         Returns:
-            `[num_tokens, hidden]`, dtype of y; zeros for a token without experts. Differentiable in y and in the weights.
+            `[num_tokens, hidden]`, dtype of y; zeros for a token without experts. Differentiable in y and the weights.
 
         Raises:
             InvalidArgument: on all ranks (see `check_inputs`), before anything is sent.
             TransportError: a rank did not answer in time.
         """
         self._check_open()
-        error, facts = None, {}
+        facts: dict[str, object] = {}
+        error = None
         try:
             checks.check_combine(self, y, handle, apply_weights)
             apply_weights = handle.routing.layout == "expert" if apply_weights is None else apply_weights
@@ -310,7 +316,8 @@ class EPCommunicator:
             error = raised
         self._agree("combine", facts, error)
         weights = handle.topk_weights if apply_weights else None
-        return Combine.apply(y, weights, handle.anchor, self._exchange, self.precision, handle.routing)
+        combined_x: Tensor = Combine.apply(y, weights, handle.anchor, self._exchange, handle.routing)
+        return combined_x
 
     def _agree(self, operation: str, facts: dict[str, object], error: Exception | None) -> None:
         """Compares the arguments of a call whose row counts are known already, if that is wanted."""
@@ -340,6 +347,6 @@ class EPCommunicator:
     def __repr__(self) -> str:
         legs = ", ".join(f"{name}={leg['wire']}" for name, leg in self.precision.legs().items())
         return (
-            f"EPCommunicator(rank {self.rank} of {self.num_ranks} over {self.transport}, num_experts={self.num_experts}, "
-            f"hidden={self.hidden}, {legs})"
+            f"EPCommunicator(rank {self.rank} of {self.num_ranks} over {self.transport}, "
+            f"num_experts={self.num_experts}, hidden={self.hidden}, {legs})"
         )

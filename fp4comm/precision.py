@@ -80,6 +80,12 @@ class Precision:
             )
         return _RECIPES[precision]
 
+    def leg(self, name: str) -> Leg:
+        """The leg called `name`."""
+        leg = getattr(self, name)
+        assert isinstance(leg, Leg)
+        return leg
+
     def legs(self) -> dict[str, dict[str, object]]:
         """The legs as plain data, for comparison and for records."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""What every transport must do. Each case runs on all ranks of a group and returns what must be equal on all transports."""
+"""What every transport must do: each case runs on all ranks of a group and returns what must not depend on it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import fp4comm
 import numpy as np
 import torch
+from torch import Tensor
+
+import fp4comm
 from fp4comm.precision import Precision
 from fp4comm.reference import exchange as reference
-from torch import Tensor
 
 TIMEOUT_SECS = 30.0
 
@@ -21,7 +22,7 @@ TIMEOUT_SECS = 30.0
 class Problem:
     """The same random MoE input, built alike on every rank: a list per rank of each input.
 
-    The token counts are uneven, one rank of several has none, some choices are -1, and some tokens have no expert at all.
+    Token counts are uneven, one rank of several has none, some choices are -1, and some tokens have no expert at all.
     """
 
     num_ranks: int
@@ -123,7 +124,7 @@ def case_rank_layout_equals_reference(group: Any) -> list[int]:
 
 
 def case_expert_layout_equals_reference(group: Any) -> list[int]:
-    """Every wire and alignment: expert order, padding, weights and the weighted sum are the reference's, bit for bit."""
+    """Every wire and alignment: expert order, padding, weights and weighted sum are the reference's, bit for bit."""
     problem = Problem(size_of(group), seed=1)
     digests = []
     for wire, alignment in (("fp32", 1), ("bf16", 16), ("fp8", 8), ("mxfp4", 16)):
@@ -141,9 +142,7 @@ def case_expert_layout_equals_reference(group: Any) -> list[int]:
                 blank = np.zeros(problem.hidden, np.float32)
                 x_rows = np.array([blank if r is None else there.x[r[0]] for r in rows], np.float32)
                 x_rows = x_rows.reshape(-1, problem.hidden)
-                experts = [
-                    rank * comm.num_local_experts + (0 if r is None else int(there.topk_idx[r])) for r in rows
-                ]
+                experts = [rank * comm.num_local_experts + (0 if r is None else int(there.topk_idx[r])) for r in rows]
                 y_rows = x_rows * (1 + 0.25 * np.array(experts, np.float32))[:, None].astype(np.float32)
                 if rank == comm.rank:
                     np.testing.assert_array_equal(recv.x.numpy(), x_rows)
@@ -176,6 +175,7 @@ def case_fixed_capacity(group: Any) -> list[int]:
             most = 64 * exact.num_ranks
             if layout == "expert":
                 most = most * min(problem.num_topk, problem.num_local_experts) + 3 * exact.num_local_experts
+                most = most // 4 * 4
             assert recv_fixed.x.shape[0] == most
             assert torch.equal(recv_fixed.x[:num_rows], recv.x)
             assert not recv_fixed.x[num_rows:].any()
@@ -224,7 +224,7 @@ def moe_on_one_rank(problem: Problem, x: Tensor, idx: Tensor, weights: Tensor, r
 
 
 def case_gradients_equal_one_rank(group: Any) -> list[int]:
-    """With an exact wire, forward and all gradients equal the same MoE in one process; weights in combine or experts."""
+    """With an exact wire, forward and gradients equal the same MoE in one process; weights in combine or experts."""
     problem = Problem(size_of(group), seed=4)
     digests = []
     for by_experts in (False, True):
@@ -365,13 +365,17 @@ def case_every_precision_leg(group: Any) -> list[int]:
                 x.requires_grad_()
                 recv, handle = comm.dispatch(x, idx, weights, layout="rank")
                 out = comm.combine(recv.x * 1, handle)
-                upstreams = [np.random.default_rng(r).standard_normal(v.shape).astype(np.float32) for r, v in enumerate(problem.xs)]
+                upstreams = [
+                    np.random.default_rng(rank).standard_normal(v.shape).astype(np.float32)
+                    for rank, v in enumerate(problem.xs)
+                ]
                 out.backward(torch.from_numpy(upstreams[comm.rank]))
                 modes = {name: "rceil" if name.startswith("grad_") else "even" for name in legs}
                 through = {name: reference.through_wire(legs[name], modes[name]) for name in legs}
 
                 def there_and_back(values: list[Any], first: str, second: str, through: Any = through) -> Any:
-                    arrived = reference.dispatch(values, problem.idx, problem.weights, problem.num_experts, through[first])
+                    routing = problem.idx, problem.weights, problem.num_experts
+                    arrived = reference.dispatch(values, *routing, through[first])
                     return reference.combine([a.x for a in arrived], arrived, problem.num_tokens, through[second])
 
                 np.testing.assert_array_equal(

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import fp4comm
 import pytest
 import torch
-from fp4comm.errors import ClosedError, InvalidArgument, TransportError
 from launch import have_launcher, run_ranks
 from thread_ranks import ThreadTransport, run_thread_ranks
+
+import fp4comm
+from fp4comm.errors import ClosedError, InvalidArgument, TransportError
+from fp4comm.routing import SendPlan, plan_send
 
 HIDDEN, NUM_EXPERTS, NUM_TOKENS, NUM_TOPK = 64, 6, 5, 2
 
@@ -32,12 +34,18 @@ def make(group: Any, **options: Any) -> fp4comm.EPCommunicator:
 BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "x not a tensor": ({"x": [1.0]}, "x is a list"),
     "x dtype": ({"x": torch.ones(NUM_TOKENS, HIDDEN, dtype=torch.float64)}, "x is of dtype torch.float64"),
-    "x shape": ({"x": torch.ones(NUM_TOKENS, HIDDEN, 1)}, r"x is of shape \[5, 64, 1\]; accepted: shape \[num_rows, 64\]"),
+    "x shape": (
+        {"x": torch.ones(NUM_TOKENS, HIDDEN, 1)},
+        r"x is of shape \[5, 64, 1\]; accepted: shape \[num_rows, 64\]",
+    ),
     "x width": ({"x": torch.ones(NUM_TOKENS, 32)}, r"x is of shape \[5, 32\]"),
     "x device": ({"x": torch.ones(NUM_TOKENS, HIDDEN, device="meta")}, "x is on meta"),
-    "idx missing": ({"topk_idx": None}, "topk_idx is NoneType"),
+    "idx missing": ({"topk_idx": None}, "topk_idx is a NoneType; accepted: a tensor, or a handle instead"),
     "idx dtype": ({"topk_idx": torch.zeros(NUM_TOKENS, NUM_TOPK)}, "topk_idx is of dtype torch.float32"),
-    "idx rows": ({"topk_idx": torch.zeros(4, NUM_TOPK, dtype=torch.int64)}, r"topk_idx is of shape \[4, 2\].*x has 5 rows"),
+    "idx rows": (
+        {"topk_idx": torch.zeros(4, NUM_TOPK, dtype=torch.int64)},
+        r"topk_idx is of shape \[4, 2\].*x has 5 rows",
+    ),
     "idx empty": ({"topk_idx": torch.zeros(NUM_TOKENS, 0, dtype=torch.int64)}, r"topk_idx is of shape \[5, 0\]"),
     "idx too large": ({"topk_idx": torch.full((NUM_TOKENS, NUM_TOPK), 6)}, r"topk_idx\[0, 0\] is 6; accepted: 0 to 5"),
     "idx too small": ({"topk_idx": torch.full((NUM_TOKENS, NUM_TOPK), -2)}, r"topk_idx\[0, 0\] is -2"),
@@ -68,6 +76,19 @@ def test_bad_dispatch_raises_on_all_ranks(name: str) -> None:
         return str(caught.value)
 
     assert len(set(run_thread_ranks(run, 3))) == 1
+
+
+def test_an_expert_named_twice_does_not_fit_a_fixed_size() -> None:
+    """Where the fixed size relies on distinct experts: fewer local experts than choices. Else it is allowed."""
+
+    def run(group: ThreadTransport) -> None:
+        arguments = good_arguments() | {"topk_idx": torch.full((NUM_TOKENS, NUM_TOPK), 1)}
+        with pytest.raises(InvalidArgument, match=r"topk_idx\[0\] is naming expert 1 more than once"):
+            make(group, num_experts=2, num_max_tokens_per_rank=8).dispatch(**arguments)
+        recv, _ = make(group, num_experts=4, num_max_tokens_per_rank=8).dispatch(**arguments)
+        assert recv.num_recv_tokens_per_expert.sum() == (2 * NUM_TOKENS * NUM_TOPK if group.rank == 0 else 0)
+
+    run_thread_ranks(run, 2)
 
 
 def test_more_tokens_than_the_capacity() -> None:
@@ -163,12 +184,12 @@ def test_ranks_that_disagree_in_a_call() -> None:
     def run(group: ThreadTransport) -> None:
         comm = make(group)
         arguments = good_arguments()
-        with pytest.raises(InvalidArgument, match="layout is \"expert\" on rank 0, \"rank\" on rank 1"):
+        with pytest.raises(InvalidArgument, match='layout is "expert" on rank 0, "rank" on rank 1'):
             comm.dispatch(**arguments, layout="rank" if comm.rank == 1 else "expert")
         with pytest.raises(InvalidArgument, match="gradient of x is false on rank 0, true on rank 1"):
             comm.dispatch(**(arguments | {"x": torch.ones(NUM_TOKENS, HIDDEN, requires_grad=comm.rank == 1)}))
         recv, handle = comm.dispatch(**arguments)
-        with pytest.raises(InvalidArgument, match="operation is \"combine\" on rank 0, \"dispatch\" on rank 1"):
+        with pytest.raises(InvalidArgument, match='operation is "combine" on rank 0, "dispatch" on rank 1'):
             comm.combine(recv.x, handle) if comm.rank == 0 else comm.dispatch(**arguments)
 
     run_thread_ranks(run, 2)
@@ -180,17 +201,20 @@ def test_another_error_on_one_rank_reaches_all(monkeypatch: pytest.MonkeyPatch) 
     def run(group: ThreadTransport) -> None:
         comm = make(group)
         if comm.rank == 1:
-            comm._new_routing = raise_memory_error
+            too_many = {name: torch.cat([value, value]) for name, value in good_arguments().items()}
             with pytest.raises(MemoryError):
-                comm.dispatch(**good_arguments())
+                comm.dispatch(**too_many)
         else:
             with pytest.raises(TransportError, match="rank 1: no memory") as caught:
                 comm.dispatch(**good_arguments())
             assert caught.value.ranks == (1,)
 
-    def raise_memory_error(*_: object) -> None:
-        raise MemoryError("no memory")
+    def plan_or_fail(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> SendPlan:
+        if len(topk_idx) > NUM_TOKENS:
+            raise MemoryError("no memory")
+        return plan_send(topk_idx, num_experts, num_ranks)
 
+    monkeypatch.setattr(fp4comm.communicator, "plan_send", plan_or_fail)
     run_thread_ranks(run, 2)
 
 

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from fp4comm.errors import TransportError
 from fp4comm.transport import Transport
-from torch import Tensor
 
 
 class ThreadTransport(Transport):
@@ -37,9 +38,7 @@ class ThreadTransport(Transport):
                 incoming[source].copy_(message)
 
 
-def run_thread_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout_secs: float = 10.0
-) -> list[Any]:
+def run_thread_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_secs: float = 10.0) -> list[Any]:
     """Calls `function(transport, *args)` on every rank; returns the results in rank order or raises the first error."""
     mailboxes: list[list[queue.Queue[Tensor]]] = [[queue.Queue() for _ in range(num_ranks)] for _ in range(num_ranks)]
     results: list[Any] = [None] * num_ranks

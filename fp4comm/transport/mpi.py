@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import NotAvailable, TransportError
@@ -23,7 +25,7 @@ _NUM_YIELDING_POLLS = 2000
 _SLEEP_SECS = 50e-6
 
 
-def load_mpi():  # noqa: ANN201 - the module type of an optional package
+def load_mpi() -> Any:
     """`mpi4py.MPI`, initialised.
 
     Raises:
@@ -62,7 +64,7 @@ class MPITransport(Transport):
             sends += [(target, self._comm.Isend(piece, target)) for piece in _pieces(outgoing[target])]
         self._wait(receives + sends, (outgoing, incoming))
 
-    def _wait(self, requests: list, buffers: object) -> None:
+    def _wait(self, requests: list[tuple[int, MPI.Request]], buffers: object) -> None:
         pending = [request for _, request in requests]
         deadline = time.monotonic() + self.timeout_secs
         polls = 0
@@ -88,6 +90,6 @@ class MPITransport(Transport):
         super().close()
 
 
-def _pieces(message: Tensor) -> list:
+def _pieces(message: Tensor) -> list[NDArray[np.uint8]]:
     data = message.numpy()
     return [data[start : start + _PIECE_BYTES] for start in range(0, data.size, _PIECE_BYTES)]
