@@ -1,0 +1,163 @@
+"""Dispatch and combine with each wire format: time, bytes, bandwidth and accuracy on this machine's ranks.
+
+    mpirun -n 4 python -m benchmarks.bandwidth --tokens 1024 --wires bf16,fp8,mxfp4
+    torchrun --nproc-per-node 4 -m benchmarks.bandwidth
+    python -m benchmarks.bandwidth                                # one rank, no communication
+
+Every format first passes a correctness gate. Then all of them, the plain dispatcher, the raw transport and a memory
+copy are timed in turn in the same rounds, each round with new routes. A time is the maximum over the ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from fp4comm import InvalidArgument
+
+from . import report
+from .common import Budget, environment, list_of, non_negative, positive, write_json_lines
+from .gate import Gate
+from .ranks import EXIT_USAGE, Ranks, abort
+from .timing import measure_case, measure_checks
+from .workload import WIRE_BITS, Config, Trace, Workload
+
+EXIT_WRONG = 1
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong once, on rank 0, and ends all ranks: they all get the same options."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        super().__init__("benchmarks.bandwidth", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+        self.ranks = ranks
+
+    def error(self, message: str) -> NoReturn:
+        self.ranks.leave(f"{message}\n{self.format_usage()}", EXIT_USAGE)
+
+    def print_help(self, file: Any = None) -> None:
+        self.ranks.say(self.format_help())
+
+
+def make_parser(ranks: Ranks) -> Parser:
+    parser = Parser(ranks)
+    add = parser.add_argument
+    add("--tokens", type=list_of(positive), default=[1024], help="per rank; several sizes with commas, default 1024")
+    add("--hidden", type=positive, help="default 7168")
+    add("--topk", type=positive, help="experts per token, default 8")
+    add("--experts", type=positive, help="default 256")
+    add("--wires", type=list_of(str, list(WIRE_BITS)), default=["bf16", "fp8", "mxfp4"], help="also fp32")
+    add("--layout", choices=("rank", "expert"), default="expert", help="of the received rows, default %(default)s")
+    add("--input", choices=("bf16", "fp8", "fp32"), default="bf16", help="format of the tokens, default %(default)s")
+    add("--out", choices=("bf16", "fp8", "fp32"), help="format of the received rows, default that of the input")
+    add("--skew", type=non_negative, default=0.0, help="exponent of Zipf's law of the experts' popularity, default 0")
+    add("--trace", type=Path, metavar="FILE", help="npz file with real tokens and routes to replay")
+    add("--cached", action="store_true", help="dispatch along routes that a handle knows already")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="where to write all figures as JSON lines")
+    Budget.add_options(parser, warmup_secs=3.0, secs=15.0)
+    return parser
+
+
+def make_workload(options: argparse.Namespace, num_ranks: int, num_tokens: int) -> Workload:
+    """The case that the options ask for.
+
+    Raises:
+        ValueError: options that exclude each other, or a trace that can't be used.
+    """
+    trace = Trace.load(options.trace) if options.trace else None
+    sizes = {"hidden": 7168, "topk": 8, "experts": 256}
+    if trace is not None:
+        sizes = dict(zip(sizes, (trace.x.shape[1], trace.topk_idx.shape[1], trace.num_experts), strict=True))
+        given = [f"--{name}" for name in sizes if getattr(options, name) is not None] + ["--skew"] * bool(options.skew)
+        if given:
+            raise ValueError(f"{', '.join(given)} with --trace: the trace has its own")
+    sizes = {name: getattr(options, name) or size for name, size in sizes.items()}
+    if sizes["experts"] % num_ranks or sizes["topk"] > sizes["experts"]:
+        raise ValueError(
+            f"{sizes['experts']} experts, --topk {sizes['topk']} on {num_ranks} ranks; "
+            "accepted: experts a multiple of the number of ranks, and at least as many as --topk"
+        )
+    config = Config(
+        num_ranks,
+        num_tokens,
+        sizes["hidden"],
+        sizes["topk"],
+        sizes["experts"],
+        options.layout,
+        options.input,
+        options.out or options.input,
+        options.skew,
+        options.cached,
+        options.trace.name if options.trace else "",
+        options.seed,
+    )
+    return Workload(config, trace)
+
+
+def run(ranks: Ranks, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measures and prints every case; returns the records."""
+    workloads, problem = [], None
+    try:
+        workloads = [make_workload(options, ranks.num_ranks, num_tokens) for num_tokens in options.tokens]
+    except ValueError as error:
+        problem = str(error)
+    ranks.require_none(problem, EXIT_USAGE)
+    records = [environment("bandwidth", ranks.launcher, ranks=ranks.num_ranks, transport=ranks.transport.name)]
+    records[0]["mpi"] = mpi_library() if ranks.transport.name == "mpi" else ""
+    ranks.say(report.environment_text(records[0]))
+    budget = Budget.of(options)
+    share = Budget(budget.warmup_secs / len(workloads), budget.secs / len(workloads), budget.repeats)
+    for workload in workloads:
+        sqnr = pass_gate(ranks, workload, options.wires)
+        case = measure_case(ranks, workload, options.wires, share)
+        records += report.case_records(workload.config, case, sqnr)
+        ranks.say("\n" + report.case_text(workload.config, records))
+    checks = measure_checks(ranks, workloads[0], options.wires[-1], budget)
+    records.append(report.checks_record(options.wires[-1], checks))
+    ranks.say("\n" + report.checks_text(records[-1]))
+    ranks.say(report.notes(records[0]))
+    return records
+
+
+def pass_gate(ranks: Ranks, workload: Workload, wires: Sequence[str]) -> dict[str, dict[str, float | None]]:
+    """Ends the run unless everything is right on all ranks; the ratios in dB by wire and leg."""
+    gate, sqnr = Gate(ranks, workload), {}
+    for wire in wires:
+        problem, sqnr[wire] = gate.check_wire(wire)
+        ranks.require_none(problem, EXIT_WRONG)
+    ranks.require_none(gate.check_per_choice(), EXIT_WRONG)
+    return sqnr
+
+
+def mpi_library() -> str:
+    """Name and version of the MPI library."""
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().split("\n")[0].split(",")[0].strip()
+
+
+def main() -> None:
+    ranks = Ranks()
+    torch.set_num_threads(1)  # as the kernels; ranks that share cores would wait for each other's threads
+    try:
+        with torch.no_grad():
+            options = make_parser(ranks).parse_args()
+            records = run(ranks, options)
+        if options.json and ranks.rank == 0:
+            write_json_lines(options.json, records)
+        ranks.close()
+    except InvalidArgument as error:  # all ranks raise it together
+        ranks.leave(str(error), EXIT_USAGE)
+    except Exception:  # the other ranks don't know of it and would wait
+        traceback.print_exc()
+        abort(ranks.group)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Every conversion of the codec on one core: elements and bytes per second, beside a memory copy of as many bytes.
+
+    python -m benchmarks.codec                  # arrays far larger than the caches
+    python -m benchmarks.codec --small          # arrays that stay in the last-level cache
+    python -m benchmarks.codec --isa scalar --only "BF16 -> MXFP4"
+
+Every result is first compared with the oracle on some of its rows. Bytes count once as they are read and once as they
+are written; elements are those of the longer side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fp4comm.backends import cpu
+
+from .codec_cases import Case, all_cases
+from .common import (
+    Budget,
+    Times,
+    environment,
+    format_table,
+    measure,
+    number,
+    positive,
+    summary_record,
+    write_json_lines,
+)
+
+EXIT_WRONG = 1
+COLUMNS = ("conversion", "Gelem/s", "GB/s", "copy GB/s", "% of copy", "ms", "p95 ms")
+LARGE, SMALL = (8192, 7168), (512, 1024)  # rows, hidden
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "benchmarks.codec", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    add = parser.add_argument
+    add("--rows", type=positive, help=f"default {LARGE[0]}")
+    add("--hidden", type=positive, help=f"a multiple of 32, default {LARGE[1]}")
+    add("--small", action="store_true", help=f"{SMALL[0]} rows x {SMALL[1]}")
+    add("--isa", choices=cpu.supported_isas(), help="kernels to use, default the best of this machine")
+    add("--only", default="", metavar="TEXT", help="only conversions whose name contains it")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE", help="where to write all figures as JSON lines")
+    Budget.add_options(parser, warmup_secs=0.1, secs=0.6)
+    return parser
+
+
+class Copy:
+    """A memory copy that reads and writes as many bytes in all as asked."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.source = torch.ones(max_bytes // 2, dtype=torch.uint8)
+        self.target = torch.ones(max_bytes // 2, dtype=torch.uint8)
+
+    def run(self, num_bytes: int) -> None:
+        self.target[: num_bytes // 2].copy_(self.source[: num_bytes // 2])
+
+
+def measure_case(case: Case, copy: Copy, budget: Budget) -> dict[str, Any]:
+    """The record of one conversion."""
+
+    def convert(index: int) -> Times:
+        start = time.perf_counter()
+        case.run()
+        return {"secs": time.perf_counter() - start}
+
+    def copy_bytes(index: int) -> Times:
+        start = time.perf_counter()
+        copy.run(case.num_bytes)
+        return {"secs": time.perf_counter() - start}
+
+    times = measure({"convert": convert, "copy": copy_bytes}, budget)
+    seconds, copy_seconds = (summary_record([sample["secs"] for sample in times[name]]) for name in ("convert", "copy"))
+    return {
+        "record": "conversion",
+        "name": case.name,
+        "elements": case.num_elements,
+        "bytes": case.num_bytes,
+        "seconds": seconds,
+        "copy_seconds": copy_seconds,
+        "gelems": case.num_elements / seconds["median"] / 1e9,
+        "gbps": case.num_bytes / seconds["median"] / 1e9,
+        "copy_gbps": case.num_bytes / copy_seconds["median"] / 1e9,
+        "share_of_copy": copy_seconds["median"] / seconds["median"],
+    }
+
+
+def table_row(record: dict[str, Any]) -> list[str]:
+    """A line of the table."""
+    return [
+        record["name"],
+        number(record["gelems"]),
+        number(record["gbps"]),
+        number(record["copy_gbps"]),
+        f"{100 * record['share_of_copy']:.0f}",
+        number(1e3 * record["seconds"]["median"]),
+        number(1e3 * record["seconds"]["p95"]),
+    ]
+
+
+def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Checks, measures and prints all conversions that were asked for; returns the records."""
+    rows, hidden = SMALL if options.small else LARGE
+    rows, hidden = options.rows or rows, options.hidden or hidden
+    cases = [case for case in all_cases(rows, hidden, options.seed) if options.only in case.name]
+    record = environment("codec", rows=rows, hidden=hidden, cache="in cache" if options.small else "out of cache")
+    print(
+        f"fp4comm {record['fp4comm']} ({record['commit'] or 'no commit'}), {record['date']}: {record['command']}\n"
+        f"{record['cpu']}, one core, kernels {record['isa']}, {rows} rows x {hidden}, {record['system']}\n"
+    )
+    for case in cases:
+        if problem := case.problem():
+            sys.exit(f"error: {case.name}: {problem}")
+    copy = Copy(max((case.num_bytes for case in cases), default=0))
+    records = [record, *(measure_case(case, copy, Budget.of(options)) for case in cases)]
+    print(format_table(COLUMNS, [table_row(record) for record in records[1:]]))
+    print("\nMedians. Bytes are counted once in and once out; the copy moves as many in the same run.")
+    return records
+
+
+def main() -> None:
+    parser = make_parser()
+    options = parser.parse_args()
+    if options.hidden and options.hidden % 32:
+        parser.error(f"argument --hidden: {options.hidden} is not a multiple of 32")
+    torch.set_num_threads(1)
+    if options.isa:
+        cpu.set_isa(options.isa)
+    records = run(options)
+    if options.json:
+        write_json_lines(options.json, records)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The correctness gate of the bandwidth benchmark: what arrives and comes back equals the reference, to the bit.
+
+The same few tokens give the signal-to-noise ratios, against an exchange without any rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp4comm import EPCommunicator, FP8Tensor, Precision
+from fp4comm.reference import codec
+from fp4comm.reference import exchange as reference
+
+from .per_choice import PerChoice
+from .ranks import Ranks
+from .workload import DTYPES, Batch, Workload
+
+F32 = reference.F32
+MAX_ELEMENTS = 1 << 18  # of the tokens of all ranks: the reference is slow
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Energies of a signal and of the deviation from it."""
+
+    signal: float
+    noise: float
+
+    @classmethod
+    def between(cls, exact: F32, got: F32) -> Noise:
+        exact64 = exact.astype(np.float64)
+        return cls(float((exact64**2).sum()), float(((got - exact64) ** 2).sum()))
+
+
+def sqnr_db(ranks: Ranks, noise: Noise) -> float | None:
+    """Signal-to-quantization-noise ratio over all ranks; None = not a single deviation."""
+    pairs = ranks.gather([noise.signal, noise.noise])
+    signal, deviation = (sum(column) for column in zip(*pairs, strict=True))
+    return 10 * math.log10(signal / deviation) if deviation and signal else None
+
+
+class Gate:
+    """The small problem and what the reference makes of it. Made alike on every rank."""
+
+    def __init__(self, ranks: Ranks, workload: Workload) -> None:
+        config = workload.config
+        most = max(1, MAX_ELEMENTS // (config.hidden * config.num_ranks))
+        num_tokens = min(config.num_tokens, most)
+        self.ranks = ranks
+        self.config = replace(config, num_tokens=num_tokens)
+        self.inputs = [workload.x(rank, num_tokens) for rank in range(ranks.num_ranks)]
+        self.batches = [workload.batch(rank, 0, num_tokens) for rank in range(ranks.num_ranks)]
+        self.exact = self._reference(unchanged, unchanged, unchanged)
+
+    @property
+    def my_input(self) -> Tensor | FP8Tensor:
+        return self.inputs[self.ranks.rank]
+
+    @property
+    def my_batch(self) -> Batch:
+        return self.batches[self.ranks.rank]
+
+    def check_wire(self, wire: str) -> tuple[str | None, dict[str, float | None]]:
+        """What is wrong with the wire format on this rank, if anything, and the ratios in dB by leg (of all ranks)."""
+        received, combined = self._run(wire)
+        finish = unchanged if self.config.output == "fp32" else round_bf16
+        wanted = self._reference(reference.through_wire(wire), self._output(wire), finish)
+        problem = None
+        for leg, got, want in zip(("dispatch", "combine"), (received, combined), wanted, strict=True):
+            if got.shape != want.shape or not np.array_equal(got, want, equal_nan=True):
+                problem = problem or f"{wire} {leg} on rank {self.ranks.rank} differs from the reference exchange"
+        sqnr = {
+            "dispatch": sqnr_db(self.ranks, Noise.between(self.exact[0], received)),
+            "combine": sqnr_db(self.ranks, Noise.between(self.exact[1], combined)),
+        }
+        return problem, sqnr
+
+    def check_per_choice(self) -> str | None:
+        """What is wrong with the baseline on this rank, if anything."""
+        batch, x = self.my_batch, bf16_rows(self.my_input)
+        baseline = PerChoice(self.ranks.transport, self.config.num_experts, self.config.layout == "expert")
+        received, routes = baseline.dispatch(x, batch.topk_idx, batch.topk_weights)
+        combined = baseline.combine(received, routes)
+        tokens = np.where(batch.topk_idx.numpy() >= 0, np.arange(len(x))[:, None], -1)
+        wanted = round_bf16(codec.weighted_sum(x.float().numpy(), tokens, batch.topk_weights.numpy()))
+        if np.array_equal(combined.float().numpy(), wanted):
+            return None
+        return f"the baseline's combine on rank {self.ranks.rank} differs from the weighted sum"
+
+    def _run(self, wire: str) -> tuple[F32, F32]:
+        config, batch = self.config, self.my_batch
+        precision = Precision(wire, wire, wire, wire)
+        with EPCommunicator(
+            self.ranks.group, num_experts=config.num_experts, hidden=config.hidden, precision=precision
+        ) as comm:
+            out = "fp8" if config.output == "fp8" else DTYPES[config.output]
+            x, layout = self.my_input, config.layout
+            received, handle = comm.dispatch(x, batch.topk_idx, batch.topk_weights, layout=layout, out=out)
+            if config.is_cached:
+                received, handle = comm.dispatch(x, handle=handle, layout=layout, out=out)
+            recv_x = received.x
+            combined = comm.combine(bf16_rows(recv_x) if isinstance(recv_x, FP8Tensor) else recv_x, handle)
+        return float_rows(recv_x), combined.float().numpy()
+
+    def _reference(
+        self, wire: reference.Wire, output: Callable[[F32], F32], finish: Callable[[F32], F32]
+    ) -> tuple[F32, F32]:
+        """What this rank receives and what it gets back, as float32 numbers."""
+        config, rank = self.config, self.ranks.rank
+        xs = [float_rows(x) for x in self.inputs]
+        idx = [batch.topk_idx.numpy() for batch in self.batches]
+        weights = [batch.topk_weights.numpy() for batch in self.batches]
+        arrived = reference.dispatch(xs, idx, weights, config.num_experts, wire)
+        sums, mine = [], np.zeros((0, config.hidden), np.float32)
+        for there, on_rank in enumerate(arrived):
+            x = output(on_rank.x)
+            if config.layout == "expert":
+                rows = reference.expert_rows(on_rank, config.num_local_experts, 1)
+                x = x[[row_and_slot[0] for row_and_slot in rows if row_and_slot is not None]]
+                sums.append(reference.local_sums(x, rows, on_rank, weighted=True))
+            else:
+                sums.append(x)
+            mine = x if there == rank else mine
+        combined = reference.combine(sums, arrived, [config.num_tokens] * config.num_ranks, wire)[rank]
+        return mine, finish(combined)
+
+    def _output(self, wire: str) -> Callable[[F32], F32]:
+        """What becomes of received numbers in the output format."""
+
+        def fp8(x: F32) -> F32:
+            if wire == "mxfp4":
+                return codec.decode_fp8(*codec.mxfp4_to_fp8(*codec.encode_mxfp4(x)))
+            return codec.decode_fp8(*codec.encode_fp8(x))
+
+        return {"fp8": fp8, "bf16": round_bf16, "fp32": unchanged}[self.config.output]
+
+
+def unchanged(x: F32) -> F32:
+    """`x` itself: the exchange without rounding."""
+    return x
+
+
+def round_bf16(x: F32) -> F32:
+    """Numbers rounded to BF16."""
+    return codec.widen_bf16(codec.round_bf16(x))
+
+
+def float_rows(x: Tensor | FP8Tensor) -> F32:
+    """The numbers of an input, by the oracle."""
+    if isinstance(x, FP8Tensor):
+        return codec.decode_fp8(x.data.view(torch.uint8).numpy(), x.scales.numpy())
+    return x.float().numpy()
+
+
+def bf16_rows(x: Tensor | FP8Tensor) -> Tensor:
+    """An input as the plain dispatcher takes it."""
+    return x.dequantize(torch.bfloat16) if isinstance(x, FP8Tensor) else x.to(torch.bfloat16)

@@ -1,0 +1,173 @@
+"""Records and tables of the bandwidth benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from .common import format_table, number, summary_record
+from .timing import NUM_CHECK_TOKENS, PER_CHOICE, STAGES, CaseTimes
+from .workload import Config
+
+LEGS = ("dispatch", "combine")
+COLUMNS = (
+    *("wire", "B/row", "MB sent", "ms", "p95", "pack", "wire", "unpack", "raw"),
+    *("logical", "remote", "bf16-eq", "x bf16", "dB"),
+)
+Record = dict[str, Any]
+
+
+def case_records(config: Config, case: CaseTimes, sqnr: Mapping[str, Mapping[str, float | None]]) -> list[Record]:
+    """One record per variant and leg, and one for the memory copy."""
+    records = [
+        leg_record(config, case, wire, leg, sqnr.get(wire, {}).get(leg)) for leg in LEGS for wire in (*sqnr, PER_CHOICE)
+    ]
+    copy = case.whole["copy"]["copy"]
+    median = summary_record(copy)["median"]
+    copied = 2 * case.rows.all * config.bf16_row_bytes  # read and written
+    records.append(
+        {"record": "copy", "config": asdict(config), "seconds": summary_record(copy), "gbps": gbps(copied, median)}
+    )
+    return records
+
+
+def leg_record(config: Config, case: CaseTimes, wire: str, leg: str, sqnr_db: float | None) -> Record:
+    """All figures of one wire format on one leg. Bytes, rows and GB/s are per rank."""
+    rows, is_plain = case.rows, wire == PER_CHOICE
+    row_bytes = config.bf16_row_bytes if is_plain else config.row_bytes(wire, leg)
+    sent, remote = (rows.choices, rows.remote_choices) if is_plain else (rows.all, rows.remote)
+    seconds = {name: summary_record(variant[leg]) for name, variant in case.whole.items() if leg in variant}
+    median = seconds[wire]["median"]
+    stages = {stage: f"{leg}.{stage}" for stage in STAGES}
+    return {
+        "record": "leg",
+        "config": asdict(config),
+        "wire": wire,
+        "leg": leg,
+        "row_bytes": row_bytes,
+        "rows": sent,
+        "remote_rows": remote,
+        "sent_bytes": remote * row_bytes,
+        "sent_bytes_per_token": remote * row_bytes / config.num_tokens,
+        "seconds": seconds[wire],
+        "stage_seconds": {
+            stage: summary_record(case.stages[wire][name]) for stage, name in stages.items() if not is_plain
+        },
+        "raw_seconds": seconds.get(f"raw {wire}"),
+        "logical_gbps": gbps(sent * row_bytes, median),
+        "remote_gbps": gbps(remote * row_bytes, median),
+        "bf16_equivalent_gbps": gbps(rows.all * config.bf16_row_bytes, median),
+        "speedup_over_bf16": seconds["bf16"]["median"] / median if "bf16" in seconds else None,
+        "speedup_over_per_choice": seconds[PER_CHOICE]["median"] / median,
+        "sqnr_db": sqnr_db,
+        "is_exact": not is_plain and sqnr_db is None,
+    }
+
+
+def gbps(num_bytes: float, seconds: float) -> float:
+    """10**9 bytes per second."""
+    return num_bytes / seconds / 1e9
+
+
+def case_text(config: Config, records: Sequence[Record]) -> str:
+    """The tables of one case."""
+    mine = [record for record in records if record.get("config") == asdict(config)]
+    routes = f"trace {config.trace}" if config.trace else f"skew {config.skew:g}"
+    legs = [record for record in mine if record["record"] == "leg"]
+    first = legs[0]
+    rows_per_token, remote_per_token = (first[key] / config.num_tokens for key in ("rows", "remote_rows"))
+    title = (
+        f"{config.num_tokens} tokens per rank x {config.hidden}, top-{config.num_topk} of {config.num_experts} experts,"
+        f" {routes}{', cached routes' if config.is_cached else ''}\n"
+        f"layout {config.layout}, {config.input} in, {config.output} out; {rows_per_token:.2f} rows per token, "
+        f"{remote_per_token:.2f} to other ranks; {first['seconds']['num_samples']} rounds"
+    )
+    parts = [title]
+    for leg in LEGS:
+        table = [leg_row(record) for record in legs if record["leg"] == leg]
+        parts.append(f"{leg}\n{format_table(COLUMNS, table)}")
+    copies = [record for record in mine if record["record"] == "copy"]
+    copy = copies[0]
+    parts.append(
+        f"memory copy on all ranks at once of the same rows in BF16: {number(1e3 * copy['seconds']['median'])} ms, "
+        f"{number(copy['gbps'])} GB/s per rank, read + write"
+    )
+    return "\n\n".join(parts)
+
+
+def leg_row(record: Record) -> list[str]:
+    """A line of the table; times in ms."""
+
+    def ms(summary: Mapping[str, float] | None, key: str = "median") -> str:
+        return number(None if summary is None else 1e3 * summary[key])
+
+    return [
+        record["wire"],
+        f"{record['row_bytes']:,}",
+        number(record["sent_bytes"] / 1e6),
+        ms(record["seconds"]),
+        ms(record["seconds"], "p95"),
+        *(ms(record["stage_seconds"].get(stage)) for stage in STAGES),
+        ms(record["raw_seconds"]),
+        number(record["logical_gbps"]),
+        number(record["remote_gbps"]),
+        number(record["bf16_equivalent_gbps"]),
+        number(record["speedup_over_bf16"]),
+        "exact" if record["is_exact"] else number(record["sqnr_db"]),
+    ]
+
+
+def checks_record(wire: str, times: Mapping[str, Mapping[str, Sequence[float]]]) -> Record:
+    """What `check_inputs` costs."""
+    return {
+        "record": "check_inputs",
+        "wire": wire,
+        "num_tokens": NUM_CHECK_TOKENS,
+        **{f"{state}_seconds": {leg: summary_record(times[state][leg]) for leg in LEGS} for state in ("off", "on")},
+    }
+
+
+def checks_text(record: Record) -> str:
+    """The same as a sentence."""
+    costs = [
+        f"{leg} {number(1e6 * record['off_seconds'][leg]['median'])} -> "
+        f"{number(1e6 * record['on_seconds'][leg]['median'])} us"
+        for leg in LEGS
+    ]
+    return (
+        f"check_inputs off -> on, {record['num_tokens']} tokens per rank, {record['wire']}, cached routes: "
+        f"{', '.join(costs)}"
+    )
+
+
+def environment_text(run: Record) -> str:
+    """Who measured what where."""
+    return "\n".join(
+        [
+            f"fp4comm {run['fp4comm']} ({run['commit'] or 'no commit'}), {run['date']}: {run['command']}",
+            f"{run['ranks']} ranks on {run['cores']} cores of {run['cpu']}, kernels {run['isa']}, {run['system']}",
+            f"transport {run['transport']}{', ' + run['mpi'] if run['mpi'] else ''}; "
+            f"Python {run['python']}, torch {run['torch']}, NumPy {run['numpy']}",
+        ]
+    )
+
+
+def notes(run: Record) -> str:
+    """What the columns mean and what the figures do not tell."""
+    lines = [
+        "",
+        "ms, p95: median and 95th percentile over rounds of the slowest rank's time; every round has new routes.",
+        "pack, wire, unpack: medians in rounds of their own, with a barrier before each stage.",
+        "raw: the bare transport with messages of the same sizes. dB: signal to noise of the received rows, and of the",
+        "result of dispatch and combine with identical experts, against no rounding at all.",
+        "GB/s per rank: logical = all rows, own too; remote = rows to other ranks; bf16-eq = all rows, were they BF16.",
+        f"{PER_CHOICE}: a plain dispatcher, one BF16 row per expert choice instead of one per rank, same transport.",
+    ]
+    if run["ranks"] > 1:
+        lines.append("NOTE: if the ranks share a machine's memory, the wire is a memory copy, not a network.")
+    if run["ranks"] > run["cores"]:
+        lines.append(f"NOTE: {run['ranks']} ranks share {run['cores']} cores, for conversions and for copies alike.")
+    if run["ranks"] == 1:
+        lines.append("NOTE: one rank: nothing is sent, the rows stay where they were packed.")
+    return "\n".join(lines)
