@@ -149,7 +149,7 @@ def _rank_main(launcher: str, folder: str) -> None:
     log = os.open(Path(folder, f"log{rank}"), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed rank loses what it buffers
+    sys.stdout.reconfigure(line_buffering=True)  # a killed rank loses what it buffers
     module, name, args, timeout = pickle.loads(Path(folder, "call").read_bytes())
     faulthandler.enable()
     faulthandler.dump_traceback_later(START_SECS, exit=True)
