@@ -38,6 +38,9 @@ void zero_row(Row dst, Kind kind, int64_t hidden) {
 
 void convert_through_float(const RowOps& ops, Kind in, Kind out, ConstRow src, int64_t hidden,
                            const EncodeContext& context, Row dst) {
+    if (out == Kind::kF32) {
+        return ops.decode[int(in)](src, {0, hidden}, context.options, reinterpret_cast<float*>(dst.data));
+    }
     alignas(64) float x[kChunk];
     for_each_chunk(hidden, [&](Columns columns) {
         ops.decode[int(in)](src, columns, context.options, x);

@@ -10,6 +10,9 @@ namespace {
 
 std::vector<const RowOps*> supported() {
     std::vector<const RowOps*> all{&scalar_row_ops()};
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) all.push_back(&avx2_row_ops());
+#endif
     return all;
 }
 

@@ -6,6 +6,7 @@
 
 #include "fp4comm/block.h"
 #include "fp4comm/wire.h"
+#include "memory.h"
 
 namespace fp4comm {
 
@@ -21,6 +22,21 @@ struct EncodeContext {
     int64_t row;
 };
 
+// The two ways to keep the scale of an FP8 group.
+template <Kind kKind>
+inline float load_fp8_scale(const uint8_t* scales, int64_t group) {
+    return kKind == Kind::kFP8 ? load<float>(scales, group) : e8m0_value(scales[group]);
+}
+
+template <Kind kKind>
+inline void store_fp8_scale(uint8_t* scales, int64_t group, uint32_t byte) {
+    if (kKind == Kind::kFP8) {
+        store<float>(scales, group, e8m0_value(byte));
+    } else {
+        scales[group] = uint8_t(byte);
+    }
+}
+
 using DecodeFn = void (*)(ConstRow src, Columns columns, const Options& options, float* out);
 using EncodeFn = void (*)(const float* x, Columns columns, const EncodeContext& context, Row dst);
 using ConvertFn = void (*)(ConstRow src, int64_t hidden, const EncodeContext& context, Row dst);
@@ -35,22 +51,28 @@ struct TileRows {
     int count;
 };
 
+// Scale byte of the tile: the largest of the rows with a number other than zero and NaN in these columns, else 127.
+int fp8_tile_target(const TileRows& tile, const uint8_t* exponents, Columns columns);
+
 struct RowOps {
     const char* name;
     DecodeFn decode[kNumKinds];
     EncodeFn encode[kNumKinds];
-    ConvertFn convert[kNumKinds][kNumKinds];  // null: decode, then encode
+    ConvertFn convert[kNumKinds][kNumKinds];  // null: decode, then (unless to F32) encode
     AccumulateFn accumulate[kNumKinds];       // null: decode, then add
     // Element j of the operands goes to lane j % 32, product and sum rounded each.
     void (*dot)(const float* a, const float* b, int64_t count, float* lanes);
     // One MXFP4 block column of a tile to FP8: out[c * stride + r], c < 32; returns the shared scale byte.
     uint8_t (*mxfp4_tile_to_fp8)(const TileRows& tile, int64_t block, uint8_t* out, int64_t stride);
-    // `width` FP8 columns of a tile; exponents[r] is the scale byte of row r. Returns the shared scale byte.
+    // FP8 columns of a tile, at most a group; exponents[r] is the scale byte of row r. Returns the shared scale byte.
     uint8_t (*fp8_tile_to_fp8)(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out,
                                int64_t stride);
 };
 
 const RowOps& scalar_row_ops();
+#if defined(__x86_64__)
+const RowOps& avx2_row_ops();
+#endif
 
 const RowOps& row_ops();  // those in use
 void use_row_ops(const std::string& name);

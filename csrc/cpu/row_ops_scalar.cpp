@@ -26,21 +26,6 @@ float identity(float x) {
 
 // ---- FP8 ----
 
-// The two ways to keep the scale of an FP8 group.
-template <Kind kKind>
-float load_fp8_scale(const uint8_t* scales, int64_t group) {
-    return kKind == Kind::kFP8 ? load<float>(scales, group) : e8m0_value(scales[group]);
-}
-
-template <Kind kKind>
-void store_fp8_scale(uint8_t* scales, int64_t group, uint32_t byte) {
-    if (kKind == Kind::kFP8) {
-        store<float>(scales, group, e8m0_value(byte));
-    } else {
-        scales[group] = uint8_t(byte);
-    }
-}
-
 template <typename Fn>
 void for_each_group(Columns columns, Fn fn) {
     for (int64_t j = 0; j < columns.count; j += kGroupSize) {
@@ -140,20 +125,8 @@ uint8_t mxfp4_tile_to_fp8(const TileRows& tile, int64_t block, uint8_t* out, int
     return uint8_t(scale);
 }
 
-bool fp8_has_finite_nonzero(const uint8_t* codes, int64_t count) {
-    return std::any_of(codes, codes + count,
-                       [](uint8_t code) { return uint8_t((code & kE4M3Magnitude) - 1) < kE4M3Max; });
-}
-
 uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out, int64_t stride) {
-    int target = 0;
-    for (int r = 0; r < tile.count; ++r) {
-        const uint8_t* data = tile.row[r].data;
-        if (data && exponents[r] > target && fp8_has_finite_nonzero(data + columns.begin, columns.count)) {
-            target = exponents[r];
-        }
-    }
-    if (target == 0) target = kE8M0One;
+    const int target = fp8_tile_target(tile, exponents, columns);
     for (int r = 0; r < tile.count; ++r) {
         const uint8_t* data = tile.row[r].data;
         // Rows above the target hold only zeros and NaN, which no shift changes.
@@ -199,6 +172,17 @@ RowOps make_scalar_row_ops() {
 }
 
 }  // namespace
+
+int fp8_tile_target(const TileRows& tile, const uint8_t* exponents, Columns columns) {
+    const auto counts = [](uint8_t code) { return uint8_t((code & kE4M3Magnitude) - 1) < kE4M3Max; };
+    int target = 0;
+    for (int r = 0; r < tile.count; ++r) {
+        if (!tile.row[r].data || exponents[r] <= target) continue;
+        const uint8_t* first = tile.row[r].data + columns.begin;
+        if (std::any_of(first, first + columns.count, counts)) target = exponents[r];
+    }
+    return target == 0 ? int(kE8M0One) : target;
+}
 
 const RowOps& scalar_row_ops() {
     static const RowOps ops = make_scalar_row_ops();

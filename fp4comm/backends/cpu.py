@@ -308,7 +308,7 @@ def _native(rows: Rows) -> _cpu.Rows:
 def _address_and_stride(tensor: Tensor) -> tuple[int, int]:
     assert tensor.device.type == "cpu"
     assert tensor.dim() == 2
-    assert tensor.stride(1) == 1 or tensor.shape[1] <= 1
+    assert tensor.numel() == 0 or tensor.shape[1] == 1 or tensor.stride(1) == 1
     return tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
 
 

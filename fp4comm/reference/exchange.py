@@ -60,7 +60,9 @@ def dispatch(
     arrived = []
     for rank in range(len(xs)):
         is_local = [(idx >= 0) & (idx // num_local_experts == rank) for idx in topk_idx]
-        sources = [(source, int(token)) for source in range(len(xs)) for token in np.flatnonzero(is_local[source].any(1))]
+        sources = [
+            (source, int(token)) for source in range(len(xs)) for token in np.flatnonzero(is_local[source].any(1))
+        ]
         tokens = [np.flatnonzero(local.any(1)) for local in is_local]
         arrived.append(
             Arrived(

@@ -1,0 +1,115 @@
+// AVX2 tiles of column-wise FP8: rows are rescaled while they lie along the registers, then transposed.
+#if defined(__x86_64__)
+#include <algorithm>
+
+#include "avx2.h"
+#include "columns_x86.h"
+
+namespace fp4comm::avx2 {
+namespace {
+
+constexpr int kStrip = 16;  // rows transposed at a time
+
+// In each 128-bit lane rows[i] byte j becomes rows[j] byte i: four perfect shuffles of the 8 index bits.
+FP4COMM_AVX2 inline void transpose16x16(__m256i rows[kStrip]) {
+    for (int round = 0; round < 4; ++round) {
+        __m256i next[kStrip];
+        for (int i = 0; i < kStrip / 2; ++i) {
+            next[2 * i] = _mm256_unpacklo_epi8(rows[i], rows[i + kStrip / 2]);
+            next[2 * i + 1] = _mm256_unpackhi_epi8(rows[i], rows[i + kStrip / 2]);
+        }
+        for (int i = 0; i < kStrip; ++i) rows[i] = next[i];
+    }
+}
+
+// 32 columns of a tile, columns along the memory, on their way to the result.
+struct ColumnBuffer {
+    alignas(64) uint8_t codes[kBlockSize][kRowTile];
+
+    FP4COMM_AVX2 void put(__m256i rows[kStrip], int first_row) {
+        transpose16x16(rows);
+        for (int c = 0; c < kStrip; ++c) {
+            store128(codes[c] + first_row, _mm256_castsi256_si128(rows[c]));
+            store128(codes[c + kStrip] + first_row, high128(rows[c]));
+        }
+    }
+
+    FP4COMM_AVX2 void copy_out(int count, uint8_t* out, int64_t stride) const {
+        for (int c = 0; c < kBlockSize; ++c) {
+            uint8_t* to = out + c * stride;
+            int r = 0;
+            for (; r + 32 <= count; r += 32) store256(to + r, load256(codes[c] + r));
+            std::copy(codes[c] + r, codes[c] + count, to + r);
+        }
+    }
+};
+
+// E4M3 codes times 2^-shift. Where the result is normal that is code - 8 * shift; the window has the rest.
+FP4COMM_AVX2 inline __m256i e4m3_shift32(__m256i codes, int shift, const Tables& t) {
+    const __m256i nan = _mm256_set1_epi8(kE4M3NaN);
+    const __m256i magnitude = _mm256_and_si256(codes, nan);
+    const __m256i distance = _mm256_subs_epu8(magnitude, _mm256_set1_epi8(int8_t(t.e4m3_shift_base[shift])));
+    const __m256i normal = _mm256_subs_epu8(magnitude, _mm256_set1_epi8(int8_t(8 * shift)));
+    const __m256i shifted = _mm256_max_epu8(normal, lookup48(t.e4m3_shifted[shift], distance));
+    const __m256i kept = _mm256_blendv_epi8(shifted, magnitude, _mm256_cmpeq_epi8(magnitude, nan));
+    return _mm256_or_si256(kept, _mm256_andnot_si256(nan, codes));
+}
+
+}  // namespace
+
+FP4COMM_AVX2 uint8_t mxfp4_tile_to_fp8(const TileRows& tile, int64_t block, uint8_t* out, int64_t stride) {
+    static constexpr uint8_t kZeros[kBlockSize / 2] = {};
+    const Tables& t = tables();
+    const int padded = int(ceil_div(tile.count, kStrip)) * kStrip;
+    const uint8_t* packed[kRowTile];
+    uint8_t bytes[kRowTile];
+    SharedScale shared;
+    for (int r = 0; r < padded; ++r) {
+        const bool present = r < tile.count && tile.row[r].data;
+        packed[r] = present ? tile.row[r].data + block * (kBlockSize / 2) : kZeros;
+        bytes[r] = present ? tile.row[r].scales[block] : 0;
+        shared.add(bytes[r], false);
+    }
+    if (shared.max_byte == 0) {
+        for (int r = 0; r < padded; ++r) shared.add(bytes[r], mxfp4_block_nonzero(packed[r]));
+    }
+    const uint32_t scale = shared.byte();
+    ColumnBuffer buffer;
+    for (int first = 0; first < padded; first += kStrip) {
+        __m256i rows[kStrip];
+        for (int i = 0; i < kStrip; ++i) {
+            const __m128i nibbles = _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed[first + i]));
+            const __m256i table = broadcast128(t.e4m3_of_e2m1[e2m1_shift_index(bytes[first + i], scale)]);
+            rows[i] = _mm256_shuffle_epi8(table, unpack_nibbles(nibbles));
+        }
+        buffer.put(rows, first);
+    }
+    buffer.copy_out(tile.count, out, stride);
+    return uint8_t(scale);
+}
+
+FP4COMM_AVX2 uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out,
+                                     int64_t stride) {
+    const Tables& t = tables();
+    const int target = fp8_tile_target(tile, exponents, columns);
+    ColumnBuffer buffer;
+    for (int64_t c = 0; c < columns.count; c += kBlockSize) {
+        for (int first = 0; first < tile.count; first += kStrip) {
+            __m256i rows[kStrip];
+            for (int i = 0; i < kStrip; ++i) {
+                const int r = first + i;
+                rows[i] = _mm256_setzero_si256();
+                if (r >= tile.count || !tile.row[r].data) continue;
+                rows[i] = load256(tile.row[r].data + columns.begin + c);
+                const int shift = std::min(target - int(exponents[r]), Tables::kNumE4M3Shifts - 1);
+                if (shift > 0) rows[i] = e4m3_shift32(rows[i], shift, t);
+            }
+            buffer.put(rows, first);
+        }
+        buffer.copy_out(tile.count, out + c * stride, stride);
+    }
+    return uint8_t(target);
+}
+
+}  // namespace fp4comm::avx2
+#endif
