@@ -20,7 +20,7 @@ help: ## This list
 
 install: $(EXTENSION) ## Make .venv and build fp4comm into it
 
-bench: $(EXTENSION) ## Measure dispatch and combine on $(RANKS) ranks of this machine
+bench: $(EXTENSION) ## Measure dispatch and combine between ranks on this machine
 	mpirun -n $(RANKS) python -m benchmarks.bandwidth $(ARGS)
 
 test: $(EXTENSION) ## All tests that this machine can run
