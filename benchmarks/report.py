@@ -73,15 +73,12 @@ def gbps(num_bytes: float, seconds: float) -> float:
 def case_text(config: Config, records: Sequence[Record]) -> str:
     """The tables of one case."""
     mine = [record for record in records if record.get("config") == asdict(config)]
-    routes = f"trace {config.trace}" if config.trace else f"skew {config.skew:g}"
     legs = [record for record in mine if record["record"] == "leg"]
     first = legs[0]
     rows_per_token, remote_per_token = (first[key] / config.num_tokens for key in ("rows", "remote_rows"))
     title = (
-        f"{config.num_tokens} tokens per rank x {config.hidden}, top-{config.num_topk} of {config.num_experts} experts,"
-        f" {routes}{', cached routes' if config.is_cached else ''}\n"
-        f"layout {config.layout}, {config.input} in, {config.output} out; {rows_per_token:.2f} rows per token, "
-        f"{remote_per_token:.2f} to other ranks; {first['seconds']['num_samples']} rounds"
+        f"{config}\n{rows_per_token:.2f} rows per token, {remote_per_token:.2f} of them to other ranks; "
+        f"{first['seconds']['num_samples']} rounds"
     )
     parts = [title]
     for leg in LEGS:

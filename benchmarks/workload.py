@@ -39,6 +39,14 @@ class Config:
     def num_local_experts(self) -> int:
         return self.num_experts // self.num_ranks
 
+    def __str__(self) -> str:
+        routes = f"trace {self.trace}" if self.trace else f"skew {self.skew:g}"
+        return (
+            f"{self.num_tokens} tokens per rank x {self.hidden}, top-{self.num_topk} of {self.num_experts} experts, "
+            f"{routes}{', cached routes' if self.is_cached else ''}, layout {self.layout}, "
+            f"{self.input} in, {self.output} out"
+        )
+
     def row_bytes(self, wire: str, leg: str) -> int:
         """Bytes of a row on the wire: numbers, scales and, when routes are new, 6 bytes per slot of the top-k."""
         size = self.hidden * WIRE_BITS[wire] // 8
