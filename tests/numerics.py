@@ -127,10 +127,12 @@ def hard_mxfp4(
     scales = np.clip(level + rng.integers(-spread, spread + 1, shape), 0, 254).astype(np.uint8)
     draw = rng.random(shape)
     scales[draw < 0.02] = 255
-    scales[(draw >= 0.02) & (draw < 0.04)] = rng.choice(np.array([0, 1, 253, 254], np.uint8))
+    ends = rng.choice(np.array([0, 1, 253, 254], np.uint8), shape)
+    scales = np.where((draw >= 0.02) & (draw < 0.04), ends, scales)
     zero = (draw >= 0.04) & (draw < 0.15)
     scales[zero] = 0
     packed[np.repeat(zero, 16, axis=1)] &= 0x88
+    packed[rng.random(num_rows) < 0.05] &= 0x88  # zeros under scales that the encoder would not have chosen
     return packed, scales
 
 
@@ -142,8 +144,11 @@ def hard_fp8(
     codes = rng.integers(0, 256, (num_rows, hidden), dtype=np.uint8)
     nan = codes % 128 == 127
     codes[nan & ~(rng.random(codes.shape) < (0.02 if with_nan else 0))] -= 1
-    zero = np.repeat(rng.random(shape) < 0.1, 128, axis=1)[:, :hidden]
-    codes[zero] &= 0x80
+    draw = np.repeat(rng.random(shape), 128, axis=1)[:, :hidden]
+    codes[draw < 0.1] &= 0x80
+    if with_nan:
+        codes[(draw >= 0.1) & (draw < 0.15) & (codes % 2 == 1)] |= 0x7F
+        codes[(draw >= 0.1) & (draw < 0.15) & (codes % 2 == 0)] &= 0x80
     exponent = rng.choice([-126, -120, -20, 0, 3, 100, 119, 127], (num_rows, 1)) + rng.integers(-12, 13, shape)
     scales = np.ldexp(1.0, np.clip(exponent, -126, 127))
     if not power_of_two:
@@ -164,10 +169,10 @@ def hard_rows(rng: np.random.Generator, kind: Kind, num_rows: int, hidden: int) 
         codes, scales = hard_fp8(rng, num_rows, hidden, power_of_two=bool(rng.integers(2)))
         if kind == Kind.FP8:
             special = from_bits(
-                [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 1, 0x00800001, 0xBF800000]
+                [0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 1, 0x00400000, 0x00800001, 0xBF800000]
             )
-            scales[rng.random(scales.shape) < 0.05] = rng.choice(special)
-            return codes, scales
+            odd = rng.random(scales.shape) < 0.05
+            return codes, np.where(odd, rng.choice(special, scales.shape), scales)
         scale_bytes = rng.choice(np.array([0, 1, 2, 60, 127, 128, 200, 253, 254, 255], np.uint8), scales.shape)
         return codes, scale_bytes
     x = hard_floats(rng, num_rows, hidden)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +12,18 @@ from numerics import (
     RAGGED_GROUPS,
     SCALE_MODES,
     assert_same_bits,
+    convert,
+    from_bits,
     hard_fp8,
     hard_mxfp4,
     torch_rows,
 )
 from numpy.typing import NDArray
 
+from fp4comm import _cpu
 from fp4comm.backends import cpu
 from fp4comm.codec import FP8Columns, FP8Tensor, MXFP4Tensor
+from fp4comm.errors import InvalidArgument
 from fp4comm.formats import Kind
 from fp4comm.reference import codec as oracle
 
@@ -211,6 +216,20 @@ class TestFP8Columns:
         expected = oracle.fp8_to_fp8_columns(codes, scales, (129, 271))
         assert_columns(FP8Columns(data, tile_scales, (129, 271)), expected)
 
+    @pytest.mark.parametrize("bits", [0, 0x00400000, 0x3FC00000, 0x3F800001, 0x7F800000, 0x7FC00000, 0xBF800000])
+    def test_backend_counts_bad_scales(self, bits: int) -> None:
+        """Also in a group of zeros, and without the check of the codec before it."""
+        codes, scales = hard_fp8(RNG(6), 200, 160, power_of_two=True)
+        codes[150, 128:] = 0
+        scales[[3, 150], [0, 1]] = from_bits([bits])
+        with pytest.raises(InvalidArgument, match=r"2 .*not positive normal powers of two"):
+            cpu.fp8_columns(torch_rows(Kind.FP8, codes, scales), None, (129, 71))
+        if bits in (0, 0x7F800000):  # bytes 0 and 255 of E8M0
+            scale_bytes = np.full((200, 2), 120, np.uint8)
+            scale_bytes[199, 1] = bits >> 23
+            with pytest.raises(InvalidArgument, match=r"1 .*not positive normal powers of two"):
+                cpu.fp8_columns(torch_rows(Kind.FP8_E8M0, codes, scale_bytes), None, (129, 71))
+
     def test_row_map(self) -> None:
         rng = RNG(4)
         codes, scales = hard_fp8(rng, 100, 288, power_of_two=True)
@@ -269,6 +288,36 @@ class TestMXFP4Columns:
         packed, scales = actual.expert(5)
         assert packed.shape == (64, 80)
         assert scales.shape == (64, 5)
+
+
+@pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.FP8, Kind.FP8_E8M0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("sizes", [(1,), (33, 0, 130)])
+def test_nothing_beside_the_columns_is_touched(kind: Kind, sizes: tuple[int, ...]) -> None:
+    num_rows, hidden = sum(sizes), 160
+    codes, scales = hard_fp8(RNG(9), num_rows, hidden, power_of_two=True)
+    payload = hard_mxfp4(RNG(9), num_rows, hidden)
+    data: NDArray[Any]
+    factors: NDArray[Any]
+    data, factors = payload if kind == Kind.MXFP4 else convert(Kind.FP8, kind, codes, scales)
+    src = _cpu.Rows(kind, data.ctypes.data, data.strides[0], factors.ctypes.data, factors.strides[0])
+    group_sizes = np.array(sizes, np.int64)
+    groups = (src, hidden, 0, group_sizes.ctypes.data, len(sizes))
+
+    expected = oracle.mxfp4_to_fp8_columns(*payload, sizes)
+    if kind != Kind.MXFP4:
+        expected = oracle.fp8_to_fp8_columns(codes, scales, sizes)
+    out = [np.full(part.nbytes + 128, 0xA5, np.uint8) for part in expected]
+    assert _cpu.fp8_columns(*groups, out[0].ctypes.data + 64, out[1].ctypes.data + 64) == 0
+    for result, part in zip(out, expected, strict=True):
+        guard = np.full(64, 0xA5, np.uint8)
+        assert_same_bits(result, np.concatenate([guard, np.ascontiguousarray(part).view(np.uint8).ravel(), guard]))
+
+    if kind == Kind.MXFP4:
+        columns = oracle.mxfp4_to_mxfp4_columns(*payload, sizes)
+        out = [np.full(part.nbytes + 128, 0xA5, np.uint8) for part in columns]
+        _cpu.mxfp4_columns(*groups, out[0].ctypes.data + 64, out[1].ctypes.data + 64, _cpu.Options())
+        for result, part in zip(out, columns, strict=True):
+            assert_same_bits(result, np.concatenate([guard, part, guard]))
 
 
 def test_fp8_columns_dequantize() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +20,9 @@ from numerics import (
     torch_rows,
 )
 from numpy.typing import NDArray
+from torch import Tensor
 
-from fp4comm.backends import cpu
+from fp4comm.backends import Rows, cpu
 from fp4comm.codec import FP8Tensor, MXFP4Tensor
 from fp4comm.formats import Kind
 from fp4comm.reference import codec as oracle
@@ -47,6 +49,19 @@ def every_code_and_scale() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """Row b: all pairs of codes, 256 bytes, under scale byte b."""
     packed = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
     return packed, np.repeat(np.arange(256, dtype=np.uint8)[:, None], 16, axis=1)
+
+
+def embed(kind: Kind, arrays: tuple[NDArray[Any], ...]) -> tuple[Tensor, Rows]:
+    """Rows as [3 bytes | data | 1 byte | scales | 2 bytes] of one buffer, filled up with 0xA5."""
+    parts = [part.view(np.uint8) for part in arrays]
+    width = 6 + sum(part.shape[1] for part in parts)
+    message = torch.full((len(parts[0]), width), 0xA5, dtype=torch.uint8)
+    views, start = [], 3
+    for part in parts:
+        views.append(message[:, start : start + part.shape[1]])
+        views[-1].copy_(torch.from_numpy(part))
+        start += part.shape[1] + 1
+    return message, Rows(kind, *views)
 
 
 class TestMXFP4:
@@ -128,6 +143,19 @@ class TestEveryPairOfKinds:
         cpu.convert_rows(torch_rows(src, *arrays), torch_rows(dst, *actual), src_row=maps[0], dst_row=maps[1])
         for what, a, b in zip(("data", "scales"), actual, expected, strict=False):
             assert_same_bits(a, b, what)
+
+    @pytest.mark.parametrize("src, dst", list(product(Kind, Kind)), ids=lambda kind: kind.name)
+    def test_rows_inside_messages(self, src: Kind, dst: Kind) -> None:
+        """Source and target lie at odd addresses between other bytes, which stay as they were."""
+        for hidden in (32, 160, 224):
+            arrays = hard_rows(RNG(200 + 10 * src + dst), src, 50, hidden)
+            expected = convert(src, dst, *arrays)
+            message, source = embed(src, arrays)
+            target_message, target = embed(dst, tuple(np.full_like(part, 0) for part in expected))
+            before = message.clone()
+            cpu.convert_rows(source, target)
+            assert_same_bits(message, before, "source")
+            assert_same_bits(target_message, embed(dst, expected)[0], f"hidden {hidden}")
 
     @pytest.mark.parametrize("dst", [Kind.BF16, Kind.F16, Kind.F32], ids=lambda kind: kind.name)
     def test_every_16_bit_pattern(self, dst: Kind) -> None:
