@@ -29,8 +29,14 @@ FP4COMM_AVX2 inline void store256(void* p, __m256i v) {
 FP4COMM_AVX2 inline void store128(void* p, __m128i v) {
     _mm_storeu_si128(static_cast<__m128i*>(p), v);
 }
+FP4COMM_AVX2 inline __m128i load128(const void* p) {
+    return _mm_loadu_si128(static_cast<const __m128i*>(p));
+}
+FP4COMM_AVX2 inline __m256i broadcast128_of(__m128i v) {
+    return _mm256_broadcastsi128_si256(v);
+}
 FP4COMM_AVX2 inline __m256i broadcast128(const void* p) {
-    return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+    return broadcast128_of(load128(p));
 }
 FP4COMM_AVX2 inline __m128i high128(__m256i v) {
     return _mm256_extracti128_si256(v, 1);
@@ -42,14 +48,10 @@ FP4COMM_AVX2 inline __m256 floats(__m256i v) {
     return _mm256_castsi256_ps(v);
 }
 
-FP4COMM_AVX2 inline uint32_t max_u16(__m128i v) {
-    const __m128i least = _mm_minpos_epu16(_mm_xor_si128(v, _mm_set1_epi16(-1)));
-    return 0xffffu - (uint32_t(_mm_cvtsi128_si32(least)) & 0xffffu);
-}
-
-FP4COMM_AVX2 inline uint32_t max_u8(__m256i v) {
-    const __m128i m = _mm_max_epu8(_mm256_castsi256_si128(v), high128(v));
-    return max_u16(_mm_max_epu8(m, _mm_slli_epi16(m, 8))) >> 8;  // the high byte of a pair decides
+FP4COMM_AVX2 inline uint32_t max_u16(__m256i v) {
+    const __m128i largest = _mm_max_epu16(_mm256_castsi256_si128(v), high128(v));
+    const __m128i complement = _mm_minpos_epu16(_mm_xor_si128(largest, _mm_set1_epi16(-1)));
+    return 0xffffu - (uint32_t(_mm_cvtsi128_si32(complement)) & 0xffffu);
 }
 
 FP4COMM_AVX2 inline uint32_t max_u32(__m256i v) {
@@ -91,12 +93,6 @@ FP4COMM_AVX2 inline __m256i pack_signs(const BlockF32& v) {
     return _mm256_and_si256(bytes, _mm256_set1_epi8(int8_t(0x80)));
 }
 
-// Power of two at or below each magnitude, but not below 2^(biased_min - 127).
-FP4COMM_AVX2 inline __m256i binade(__m256i magnitude, int biased_min) {
-    return _mm256_and_si256(_mm256_max_epu32(magnitude, _mm256_set1_epi32(biased_min << 23)),
-                            _mm256_set1_epi32(int(kInfinityBits)));
-}
-
 FP4COMM_AVX2 inline __m256i magnitude(__m256 v) {
     return _mm256_and_si256(ints(v), _mm256_set1_epi32(int(kMagnitudeMask)));
 }
@@ -105,73 +101,10 @@ FP4COMM_AVX2 inline __m256i e2m1_sign_of_e4m3(__m256i codes) {
     return _mm256_and_si256(_mm256_srli_epi16(codes, 4), _mm256_set1_epi8(kE2M1Sign));
 }
 
-// window.codes[j] for 0 <= j < 48, else 0. Saturation sets bit 7 of every index outside a table's 16 entries.
-FP4COMM_AVX2 inline __m256i lookup48(const Window& window, __m256i j) {
-    const __m256i bias = _mm256_set1_epi8(0x70);
-    const __m256i j1 = _mm256_sub_epi8(j, _mm256_set1_epi8(16));
-    const __m256i j2 = _mm256_sub_epi8(j, _mm256_set1_epi8(32));
-    const __m256i v0 = _mm256_shuffle_epi8(broadcast128(window.codes), _mm256_adds_epu8(j, bias));
-    const __m256i v1 = _mm256_shuffle_epi8(broadcast128(window.codes + 16), _mm256_adds_epu8(j1, bias));
-    const __m256i v2 = _mm256_shuffle_epi8(broadcast128(window.codes + 32), _mm256_adds_epu8(j2, bias));
-    return _mm256_or_si256(_mm256_or_si256(v0, v1), v2);
-}
-
-// Rows as blocks of floats. `regular(row, group, width)`: whether block() holds for the group; the scalar loop takes
-// the others (NaN codes, scales that are not finite).
-
-struct F32Source {
-    static constexpr Kind kKind = Kind::kF32;
-    FP4COMM_AVX2 static bool regular(ConstRow, int64_t, int) { return true; }
-    FP4COMM_AVX2 static BlockF32 block(ConstRow row, int64_t col, const Options&) {
-        const float* x = reinterpret_cast<const float*>(row.data) + col;
-        return {{_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8), _mm256_loadu_ps(x + 16), _mm256_loadu_ps(x + 24)}};
-    }
-};
-
-FP4COMM_AVX2 inline BlockF32 widen_bf16(Block16 v) {
-    BlockF32 out;
-    out.part[0] = floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(v.low)), 16));
-    out.part[1] = floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(high128(v.low)), 16));
-    out.part[2] = floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm256_castsi256_si128(v.high)), 16));
-    out.part[3] = floats(_mm256_slli_epi32(_mm256_cvtepu16_epi32(high128(v.high)), 16));
-    return out;
-}
-
-FP4COMM_AVX2 inline BlockF32 widen_f16(Block16 v) {
-    return {{_mm256_cvtph_ps(_mm256_castsi256_si128(v.low)), _mm256_cvtph_ps(high128(v.low)),
-             _mm256_cvtph_ps(_mm256_castsi256_si128(v.high)), _mm256_cvtph_ps(high128(v.high))}};
-}
-
-FP4COMM_AVX2 inline Block16 load16(const uint8_t* data, int64_t col) {
-    return {load256(data + 2 * col), load256(data + 2 * col + 32)};
-}
-
-struct BF16Source {
-    static constexpr Kind kKind = Kind::kBF16;
-    FP4COMM_AVX2 static bool regular(ConstRow, int64_t, int) { return true; }
-    FP4COMM_AVX2 static BlockF32 block(ConstRow row, int64_t col, const Options&) {
-        return widen_bf16(load16(row.data, col));
-    }
-};
-
-struct F16Source {
-    static constexpr Kind kKind = Kind::kF16;
-    FP4COMM_AVX2 static bool regular(ConstRow, int64_t, int) { return true; }
-    FP4COMM_AVX2 static BlockF32 block(ConstRow row, int64_t col, const Options&) {
-        BlockF32 v = widen_f16(load16(row.data, col));
-        for (__m256& part : v.part) part = canonical(part);
-        return v;
-    }
-};
-
-// 32 codes -> their low and high 16 bits from two byte tables.
-FP4COMM_AVX2 inline Block16 lookup16(const Tables::HalfBytes& table, const uint8_t* packed) {
-    // Quarters 0, 2, 1, 3, so that interleaving within the lanes gives the elements in order.
-    const __m128i quarters = _mm_shuffle_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(packed)), 0xd8);
-    const __m256i codes = unpack_nibbles(quarters);
-    const __m256i low = _mm256_shuffle_epi8(broadcast128(table.low), codes);
-    const __m256i high = _mm256_shuffle_epi8(broadcast128(table.high), codes);
-    return {_mm256_unpacklo_epi8(low, high), _mm256_unpackhi_epi8(low, high)};
+// table[j - first] for first <= j < first + 16, else 0: bit 7 of an index gives 0, and saturation sets it above.
+FP4COMM_AVX2 inline __m256i lookup16(__m256i table, __m256i j, int first) {
+    const __m256i index = first == 0 ? j : _mm256_sub_epi8(j, _mm256_set1_epi8(int8_t(first)));
+    return _mm256_shuffle_epi8(table, _mm256_adds_epu8(index, _mm256_set1_epi8(0x70)));
 }
 
 // One stage within a register: `other` holds each element's partner; the second of a pair is subtracted.
@@ -207,55 +140,6 @@ FP4COMM_AVX2 inline void flip_signs(BlockF32& x, uint32_t signs) {
         x.part[i] = _mm256_xor_ps(x.part[i], floats(_mm256_and_si256(bits, _mm256_set1_epi32(int(0x80000000u)))));
     }
 }
-
-struct MXFP4Source {
-    static constexpr Kind kKind = Kind::kMXFP4;
-    FP4COMM_AVX2 static bool regular(ConstRow, int64_t, int) { return true; }
-    FP4COMM_AVX2 static BlockF32 block(ConstRow row, int64_t col, const Options& options) {
-        const uint8_t byte = row.scales[col / kBlockSize];
-        BlockF32 v = widen_bf16(lookup16(tables().bf16_of_mxfp4[byte], row.data + col / 2));
-        if (options.hadamard) {
-            hadamard_butterfly(v, 0.125f);
-            flip_signs(v, hadamard_signs(options.seed, col));
-            for (__m256& part : v.part) part = canonical(part);
-        }
-        return v;
-    }
-};
-
-template <Kind kScaleKind>
-struct FP8Source {
-    static constexpr Kind kKind = kScaleKind;
-
-    FP4COMM_AVX2 static bool regular(ConstRow row, int64_t group, int width) {
-        if (magnitude_bits(load_fp8_scale<kKind>(row.scales, group)) >= kInfinityBits) return false;
-        const __m256i mask = _mm256_set1_epi8(kE4M3Magnitude);
-        __m256i nan = _mm256_setzero_si256();
-        for (int j = 0; j < width; j += kBlockSize) {
-            const __m256i codes = load256(row.data + group * kGroupSize + j);
-            nan = _mm256_or_si256(nan, _mm256_cmpeq_epi8(_mm256_and_si256(codes, mask), mask));
-        }
-        return _mm256_testz_si256(nan, nan) != 0;
-    }
-
-    FP4COMM_AVX2 static BlockF32 block(ConstRow row, int64_t col, const Options&) {
-        return decode(load256(row.data + col), load_fp8_scale<kKind>(row.scales, col / kGroupSize));
-    }
-
-    // The E4M3 bits, moved to the exponent and mantissa of an FP16, are that FP16 times 2^-8, subnormals included.
-    FP4COMM_AVX2 static BlockF32 decode(__m256i codes, float scale) {
-        const __m256i ordered = _mm256_permute4x64_epi64(codes, 0xd8);
-        const __m256i zero = _mm256_setzero_si256();
-        const __m256i keep = _mm256_set1_epi16(int16_t(0xbfff));
-        const Block16 halves{_mm256_and_si256(_mm256_srai_epi16(_mm256_unpacklo_epi8(zero, ordered), 1), keep),
-                             _mm256_and_si256(_mm256_srai_epi16(_mm256_unpackhi_epi8(zero, ordered), 1), keep)};
-        BlockF32 v = widen_f16(halves);
-        const __m256 unit = _mm256_set1_ps(256.0f);
-        const __m256 factor = _mm256_set1_ps(scale);
-        for (__m256& part : v.part) part = _mm256_mul_ps(_mm256_mul_ps(part, unit), factor);
-        return v;
-    }
-};
 
 }  // namespace fp4comm::avx2
 #endif

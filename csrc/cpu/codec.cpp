@@ -68,7 +68,7 @@ void convert_rows(const Rows& src, const Rows& dst, int64_t num_rows, int64_t hi
     for (int64_t i = 0; i < num_rows; ++i) {
         const int64_t row = mapped(src_row, i);
         const Row to = dst.row(mapped(dst_row, i));
-        const EncodeContext context{options, row};
+        const EncodeContext context{options, row, ops};
         if (row < 0) {
             zero_row(to, dst.kind, hidden);
         } else if (row == previous) {
@@ -96,7 +96,7 @@ void sum_rows(const Rows& src, const Rows& dst, int64_t num_rows, int64_t num_te
                 accumulate(ops, src.kind, src.const_row(src_row[t]), columns, options, weights ? weights + t : nullptr,
                            acc);
             }
-            ops.encode[int(dst.kind)](acc, columns, {options, i}, to);
+            ops.encode[int(dst.kind)](acc, columns, {options, i, ops}, to);
         });
     }
 }

@@ -44,13 +44,16 @@ struct ColumnBuffer {
     }
 };
 
-// E4M3 codes times 2^-shift. Where the result is normal that is code - 8 * shift; the window has the rest.
+// E4M3 codes times 2^-shift. Where the result is normal that is code - 8 * shift; the table has the rest.
 FP4COMM_AVX2 inline __m256i e4m3_shift32(__m256i codes, int shift, const Tables& t) {
     const __m256i nan = _mm256_set1_epi8(kE4M3NaN);
+    const Tables::Shifted& table = t.e4m3_shifted[shift];
     const __m256i magnitude = _mm256_and_si256(codes, nan);
-    const __m256i distance = _mm256_subs_epu8(magnitude, _mm256_set1_epi8(int8_t(t.e4m3_shift_base[shift])));
-    const __m256i normal = _mm256_subs_epu8(magnitude, _mm256_set1_epi8(int8_t(8 * shift)));
-    const __m256i shifted = _mm256_max_epu8(normal, lookup48(t.e4m3_shifted[shift], distance));
+    const __m256i distance = _mm256_subs_epu8(magnitude, _mm256_set1_epi8(int8_t(table.base)));
+    __m256i shifted = _mm256_subs_epu8(magnitude, _mm256_set1_epi8(int8_t(8 * shift)));
+    for (int first = 0; first < 48; first += 16) {
+        shifted = _mm256_max_epu8(shifted, lookup16(broadcast128(table.codes + first), distance, first));
+    }
     const __m256i kept = _mm256_blendv_epi8(shifted, magnitude, _mm256_cmpeq_epi8(magnitude, nan));
     return _mm256_or_si256(kept, _mm256_andnot_si256(nan, codes));
 }
@@ -78,9 +81,8 @@ FP4COMM_AVX2 uint8_t mxfp4_tile_to_fp8(const TileRows& tile, int64_t block, uint
     for (int first = 0; first < padded; first += kStrip) {
         __m256i rows[kStrip];
         for (int i = 0; i < kStrip; ++i) {
-            const __m128i nibbles = _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed[first + i]));
             const __m256i table = broadcast128(t.e4m3_of_e2m1[e2m1_shift_index(bytes[first + i], scale)]);
-            rows[i] = _mm256_shuffle_epi8(table, unpack_nibbles(nibbles));
+            rows[i] = _mm256_shuffle_epi8(table, unpack_nibbles(load128(packed[first + i])));
         }
         buffer.put(rows, first);
     }

@@ -16,10 +16,13 @@ struct Columns {
     int64_t count;
 };
 
-// Row number that seeds stochastic rounding, with the options of the call.
+struct RowOps;
+
+// Row number that seeds stochastic rounding, with the options of the call and the loops in use.
 struct EncodeContext {
     const Options& options;
     int64_t row;
+    const RowOps& ops;
 };
 
 // The two ways to keep the scale of an FP8 group.
@@ -67,6 +70,15 @@ struct RowOps {
     // FP8 columns of a tile, at most a group; exponents[r] is the scale byte of row r. Returns the shared scale byte.
     uint8_t (*fp8_tile_to_fp8)(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out,
                                int64_t stride);
+
+    // Inner loops of the SIMD encoders: nearest rounding, whole groups of 128, at most 64 of them. Bit g of the result
+    // is set where group g holds something rare (NaN, Inf, numbers near the end of the range) and was left undone.
+    //
+    // `x` are BF16 numbers, or floats cut to their upper halves with the lowest bit set if a bit was lost.
+    uint64_t (*bf16_to_mxfp4)(const uint16_t* x, int num_groups, ScaleMode mode, uint8_t* packed, uint8_t* scales);
+    // `group_bytes`: exponents of the groups' power-of-two scales; 0 for any other scale.
+    uint64_t (*e4m3_to_mxfp4)(const uint8_t* codes, const uint8_t* group_bytes, int num_groups, ScaleMode mode,
+                              uint8_t* packed, uint8_t* scales);
 };
 
 const RowOps& scalar_row_ops();

@@ -30,33 +30,20 @@ void fill_e4m3_of_e2m1(Tables& t) {
     std::fill_n(t.e4m3_of_e2m1[Tables::kNumE2M1Shifts], 16, uint8_t(kE4M3NaN));
 }
 
-void fill_block_rules(Tables& t) {
-    uint8_t base[Tables::kNumRuleExponents];
-    for (int w = 0; w < Tables::kNumRuleExponents; ++w) {
-        const float inverse = pow2(uint32_t(127 - (w + Tables::kMinRuleExponent)));
-        const auto code = [&](uint32_t q) { return uint8_t(e2m1_nearest(e4m3_value(q) * inverse)); };
-        base[w] = 0;
-        while (code(base[w] + 1u) == 0) ++base[w];
-        for (uint32_t j = 0; j < 64; ++j) t.e2m1_of_e4m3[w].codes[j] = code(std::min(base[w] + j, kE4M3Max));
-    }
-    for (int mode = 0; mode < kNumModes; ++mode) {
-        for (uint32_t amax = 1; amax <= kE4M3Max; ++amax) {
-            const uint32_t byte = e8m0_from_amax(float_bits(e4m3_value(amax)), ScaleMode(mode));
-            const int exponent = int(byte) - int(kE8M0One);
-            const int window = exponent - Tables::kMinRuleExponent;
-            t.block_rule[mode][amax] = {int16_t(exponent), base[window], uint8_t(window)};
-        }
-        t.block_rule[mode][0] = {0, 0, 0};
+void fill_e2m1_above_quarter(Tables& t) {
+    constexpr uint32_t kQuarter = 5 << 3;  // the code of 0.25
+    for (uint32_t j = 0; j < 64; ++j) {
+        t.e2m1_above_quarter[j] = uint8_t(e2m1_nearest(e4m3_value(std::min(kQuarter + j, kE4M3Max))));
     }
 }
 
 void fill_e4m3_shifts(Tables& t) {
     for (int shift = 0; shift < Tables::kNumE4M3Shifts; ++shift) {
-        // From the base on, 40 codes cover what becomes subnormal: below them all is zero.
-        t.e4m3_shift_base[shift] = uint8_t(std::max(8 * shift - 40, 0));
+        Tables::Shifted& shifted = t.e4m3_shifted[shift];
+        // Five binades become subnormal without vanishing.
+        shifted.base = uint8_t(std::max(8 * shift - 40, 0));
         for (uint32_t j = 0; j < 64; ++j) {
-            const uint32_t code = std::min(t.e4m3_shift_base[shift] + j, kE4M3Max);
-            t.e4m3_shifted[shift].codes[j] = e4m3_shift(code, -shift);
+            shifted.codes[j] = e4m3_shift(std::min(shifted.base + j, kE4M3Max), -shift);
         }
     }
 }
@@ -68,7 +55,7 @@ const Tables& tables() {
         Tables t{};
         fill_mxfp4_values(t);
         fill_e4m3_of_e2m1(t);
-        fill_block_rules(t);
+        fill_e2m1_above_quarter(t);
         fill_e4m3_shifts(t);
         return t;
     }();

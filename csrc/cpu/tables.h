@@ -7,13 +7,6 @@
 
 namespace fp4comm {
 
-// A map of magnitude codes: codes up to `base` and from `base + 64` on are 0, the others codes[code - base].
-struct Window {
-    alignas(64) uint8_t codes[64];
-};
-
-constexpr int kNumModes = 3;
-
 struct Tables {
     // E2M1 code times 2^shift as E4M3 code, by shift - kMinE2M1Shift; the last table is that of a NaN block.
     static constexpr int kNumE2M1Shifts = kMaxE2M1Shift - kMinE2M1Shift + 1;
@@ -27,21 +20,17 @@ struct Tables {
     HalfBytes bf16_of_mxfp4[256];
     HalfBytes f16_of_mxfp4[256];
 
-    // E4M3 -> E2M1 in a block whose largest magnitude code is known, under a power-of-two scale.
-    struct BlockRule {
-        int16_t exponent;  // scale byte of the MXFP4 block minus scale byte of the FP8 group
-        uint8_t base;      // of the window
-        uint8_t window;
-    };
-    static constexpr int kMinRuleExponent = -11;
-    static constexpr int kNumRuleExponents = 19;
-    BlockRule block_rule[kNumModes][kE4M3Max + 1];
-    Window e2m1_of_e4m3[kNumRuleExponents];
+    // E2M1 code of the E4M3 number j codes above a quarter of the scale, where those are normal numbers.
+    alignas(64) uint8_t e2m1_above_quarter[64];
 
-    // E4M3 magnitude times 2^-shift where that is not plainly code - 8 * shift.
+    // E4M3 magnitude times 2^-shift: codes[code - base] where `base` <= code < base + 48. Below that it is 0, above it
+    // code - 8 * shift.
+    struct Shifted {
+        alignas(64) uint8_t codes[64];
+        uint8_t base;
+    };
     static constexpr int kNumE4M3Shifts = -kMinE4M3Shift + 1;
-    uint8_t e4m3_shift_base[kNumE4M3Shifts];
-    Window e4m3_shifted[kNumE4M3Shifts];
+    Shifted e4m3_shifted[kNumE4M3Shifts];
 };
 
 const Tables& tables();
