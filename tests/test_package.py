@@ -20,8 +20,8 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 # A module imports from the lines above its own, and within its own package.
 LAYERS = (
     ("errors",),
-    ("formats",),
-    ("precision", "reference", "_cpu"),
+    ("formats", "memory"),
+    ("memory", "precision", "reference", "_cpu"),
     ("backends",),
     ("codec", "routing", "transport"),
     ("agreement", "checks", "exchange"),
@@ -29,6 +29,7 @@ LAYERS = (
     ("communicator", "launch"),
     ("adapters", "moe"),
     ("__init__",),
+    ("__main__",),
 )
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names}
 
@@ -42,6 +43,7 @@ THIRD_PARTY = {
     "megatron": ("adapters/",),
     "deep_ep": ("adapters/",),
 }
+MAX_IMPORT_SECS = 1.0  # beyond torch and numpy
 MAX_PUBLIC_NAMES = 15
 MAX_ENVIRONMENT_VARIABLES = 5
 
@@ -93,10 +95,14 @@ def test_import_is_quick_and_needs_only_numpy_and_torch() -> None:
         "print(time.perf_counter() - start)\n"
         "print(*{name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names)\n"
     )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    seconds, modules = zip(*(run.stdout.splitlines() for run in runs), strict=True)
-    assert min(map(float, seconds)) < 1
-    third_party = {name for name in modules[0].split() if not name.startswith(("fp4comm", "_editable"))}
+    for _ in range(3):  # other work on the machine may slow one run down
+        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        seconds, modules = run.stdout.splitlines()
+        if float(seconds) < MAX_IMPORT_SECS:
+            break
+    else:
+        pytest.fail(f"import fp4comm took {seconds} s beyond torch")
+    third_party = {name for name in modules.split() if not name.startswith(("fp4comm", "_editable"))}
     assert third_party <= {"numpy", "torch"}
 
 
