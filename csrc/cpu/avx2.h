@@ -54,6 +54,10 @@ FP4COMM_AVX2 inline uint32_t max_u16(__m256i v) {
     return 0xffffu - (uint32_t(_mm_cvtsi128_si32(complement)) & 0xffffu);
 }
 
+FP4COMM_AVX2 inline uint32_t max_u8(__m256i v) {
+    return max_u16(_mm256_max_epu8(v, _mm256_slli_epi16(v, 8))) >> 8;  // the high byte of a pair decides
+}
+
 FP4COMM_AVX2 inline uint32_t max_u32(__m256i v) {
     __m128i m = _mm_max_epu32(_mm256_castsi256_si128(v), high128(v));
     m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
@@ -105,6 +109,15 @@ FP4COMM_AVX2 inline __m256i e2m1_sign_of_e4m3(__m256i codes) {
 FP4COMM_AVX2 inline __m256i lookup16(__m256i table, __m256i j, int first) {
     const __m256i index = first == 0 ? j : _mm256_sub_epi8(j, _mm256_set1_epi8(int8_t(first)));
     return _mm256_shuffle_epi8(table, _mm256_adds_epu8(index, _mm256_set1_epi8(0x70)));
+}
+
+// Indices into Tables::e4m3_of_e2m1 of blocks under the FP8 scale bytes `shared`.
+FP4COMM_AVX2 inline __m256i e2m1_shift_indices(__m256i bytes, __m256i shared) {
+    const __m256i lowest = _mm256_set1_epi8(-kMinE2M1Shift);
+    const __m256i index =
+        _mm256_add_epi8(_mm256_subs_epu8(bytes, _mm256_subs_epu8(shared, lowest)), _mm256_subs_epu8(lowest, shared));
+    return _mm256_blendv_epi8(index, _mm256_set1_epi8(Tables::kNumE2M1Shifts),
+                              _mm256_cmpeq_epi8(bytes, _mm256_set1_epi8(int8_t(kE8M0NaN))));
 }
 
 // One stage within a register: `other` holds each element's partner; the second of a pair is subtracted.

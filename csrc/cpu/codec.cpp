@@ -24,18 +24,6 @@ ConstRow as_const(Row row) {
     return {row.data, row.scales};
 }
 
-void zero_row(Row dst, Kind kind, int64_t hidden) {
-    std::memset(dst.data, 0, size_t(data_bytes(kind, hidden)));
-    const int64_t num_scales = ceil_div(hidden, kGroupSize);
-    if (kind == Kind::kFP8) {
-        for (int64_t g = 0; g < num_scales; ++g) store<float>(dst.scales, g, 1.0f);
-    } else if (kind == Kind::kFP8E8M0) {
-        std::memset(dst.scales, int(kE8M0One), size_t(num_scales));
-    } else if (kind == Kind::kMXFP4) {
-        std::memset(dst.scales, 0, size_t(hidden / kBlockSize));
-    }
-}
-
 void convert_through_float(const RowOps& ops, Kind in, Kind out, ConstRow src, int64_t hidden,
                            const EncodeContext& context, Row dst) {
     if (out == Kind::kF32) {
@@ -57,6 +45,18 @@ void accumulate(const RowOps& ops, Kind kind, ConstRow src, Columns columns, con
 }
 
 }  // namespace
+
+void zero_row(Row dst, Kind kind, int64_t hidden) {
+    std::memset(dst.data, 0, size_t(data_bytes(kind, hidden)));
+    const int64_t num_scales = ceil_div(hidden, kGroupSize);
+    if (kind == Kind::kFP8) {
+        for (int64_t g = 0; g < num_scales; ++g) store<float>(dst.scales, g, 1.0f);
+    } else if (kind == Kind::kFP8E8M0) {
+        std::memset(dst.scales, int(kE8M0One), size_t(num_scales));
+    } else if (kind == Kind::kMXFP4) {
+        std::memset(dst.scales, 0, size_t(hidden / kBlockSize));
+    }
+}
 
 void convert_rows(const Rows& src, const Rows& dst, int64_t num_rows, int64_t hidden, const int64_t* src_row,
                   const int64_t* dst_row, const Options& options) {

@@ -30,4 +30,7 @@ int64_t fp8_columns(const Rows& src, int64_t hidden, const int64_t* src_row, con
 void mxfp4_columns(const Rows& src, int64_t hidden, const int64_t* src_row, const int64_t* group_sizes,
                    int64_t num_groups, uint8_t* packed, uint8_t* scales, const Options& options);
 
+// The row of `hidden` zeros of a kind.
+void zero_row(Row dst, Kind kind, int64_t hidden);
+
 }  // namespace fp4comm

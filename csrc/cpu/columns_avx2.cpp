@@ -58,53 +58,63 @@ FP4COMM_AVX2 inline __m256i e4m3_shift32(__m256i codes, int shift, const Tables&
     return _mm256_or_si256(kept, _mm256_andnot_si256(nan, codes));
 }
 
+// Where the rows' blocks find their tables, under the shared scale byte, which is returned.
+FP4COMM_AVX2 inline uint8_t tile_shift_indices(const TileRows& tile, int64_t block, uint8_t* index) {
+    const __m256i one = _mm256_set1_epi8(1);
+    alignas(32) uint8_t bytes[kRowTile];
+    for (int r = 0; r < kRowTile; ++r) bytes[r] = tile.row[r].scales[block];
+    __m256i largest = _mm256_setzero_si256();  // of byte + 1, where NaN wraps to 0
+    for (int r = 0; r < kRowTile; r += 32) largest = _mm256_max_epu8(largest, _mm256_add_epi8(load256(bytes + r), one));
+    SharedScale scale;
+    scale.max_byte = std::max(max_u8(largest), 1u) - 1;
+    for (int r = 0; r < tile.count && scale.max_byte == 0 && !scale.nonzero; ++r) {
+        scale.add(bytes[r], mxfp4_block_nonzero(tile.row[r].data + block * (kBlockSize / 2)));
+    }
+    const __m256i shared = _mm256_set1_epi8(int8_t(scale.byte()));
+    for (int r = 0; r < kRowTile; r += 32) store256(index + r, e2m1_shift_indices(load256(bytes + r), shared));
+    return uint8_t(scale.byte());
+}
+
 }  // namespace
 
-FP4COMM_AVX2 uint8_t mxfp4_tile_to_fp8(const TileRows& tile, int64_t block, uint8_t* out, int64_t stride) {
-    static constexpr uint8_t kZeros[kBlockSize / 2] = {};
+FP4COMM_AVX2 void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, uint8_t* out, int64_t stride,
+                                    uint8_t* shared) {
     const Tables& t = tables();
-    const int padded = int(ceil_div(tile.count, kStrip)) * kStrip;
-    const uint8_t* packed[kRowTile];
-    uint8_t bytes[kRowTile];
-    SharedScale shared;
-    for (int r = 0; r < padded; ++r) {
-        const bool present = r < tile.count && tile.row[r].data;
-        packed[r] = present ? tile.row[r].data + block * (kBlockSize / 2) : kZeros;
-        bytes[r] = present ? tile.row[r].scales[block] : 0;
-        shared.add(bytes[r], false);
-    }
-    if (shared.max_byte == 0) {
-        for (int r = 0; r < padded; ++r) shared.add(bytes[r], mxfp4_block_nonzero(packed[r]));
-    }
-    const uint32_t scale = shared.byte();
+    const int64_t first_block = columns.begin / kBlockSize;
     ColumnBuffer buffer;
-    for (int first = 0; first < padded; first += kStrip) {
-        __m256i rows[kStrip];
-        for (int i = 0; i < kStrip; ++i) {
-            const __m256i table = broadcast128(t.e4m3_of_e2m1[e2m1_shift_index(bytes[first + i], scale)]);
-            rows[i] = _mm256_shuffle_epi8(table, unpack_nibbles(load128(packed[first + i])));
+    for (int64_t b = 0; b < columns.count / kBlockSize; ++b) {
+        const int64_t block = first_block + b;
+        alignas(32) uint8_t index[kRowTile];
+        shared[b] = tile_shift_indices(tile, block, index);
+        for (int first = 0; first < tile.count; first += kStrip) {
+            __m256i rows[kStrip];
+            for (int i = 0; i < kStrip; ++i) {
+                const __m128i nibbles = load128(tile.row[first + i].data + block * (kBlockSize / 2));
+                const __m256i table = broadcast128(t.e4m3_of_e2m1[index[first + i]]);
+                rows[i] = _mm256_shuffle_epi8(table, unpack_nibbles(nibbles));
+            }
+            buffer.put(rows, first);
         }
-        buffer.put(rows, first);
+        buffer.copy_out(tile.count, out + b * kBlockSize * stride, stride);
     }
-    buffer.copy_out(tile.count, out, stride);
-    return uint8_t(scale);
 }
 
 FP4COMM_AVX2 uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out,
                                      int64_t stride) {
     const Tables& t = tables();
     const int target = fp8_tile_target(tile, exponents, columns);
+    int shift[kRowTile] = {};
+    for (int r = 0; r < tile.count; ++r) {
+        // Rows above the target hold only zeros and NaN, which no shift changes.
+        shift[r] = std::clamp(target - int(exponents[r]), 0, Tables::kNumE4M3Shifts - 1);
+    }
     ColumnBuffer buffer;
     for (int64_t c = 0; c < columns.count; c += kBlockSize) {
         for (int first = 0; first < tile.count; first += kStrip) {
             __m256i rows[kStrip];
             for (int i = 0; i < kStrip; ++i) {
-                const int r = first + i;
-                rows[i] = _mm256_setzero_si256();
-                if (r >= tile.count || !tile.row[r].data) continue;
-                rows[i] = load256(tile.row[r].data + columns.begin + c);
-                const int shift = std::min(target - int(exponents[r]), Tables::kNumE4M3Shifts - 1);
-                if (shift > 0) rows[i] = e4m3_shift32(rows[i], shift, t);
+                rows[i] = load256(tile.row[first + i].data + columns.begin + c);
+                if (shift[first + i] > 0) rows[i] = e4m3_shift32(rows[i], shift[first + i], t);
             }
             buffer.put(rows, first);
         }

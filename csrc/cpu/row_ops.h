@@ -48,7 +48,7 @@ using AccumulateFn = void (*)(ConstRow src, Columns columns, const Options& opti
 
 constexpr int kDotLanes = 32;
 
-// 128 rows of one source, or fewer in the last tile of a group; a row without data is a row of zeros.
+// `count` rows, followed by rows of zeros up to 128.
 struct TileRows {
     ConstRow row[kRowTile];
     int count;
@@ -65,9 +65,9 @@ struct RowOps {
     AccumulateFn accumulate[kNumKinds];       // null: decode, then add
     // Element j of the operands goes to lane j % 32, product and sum rounded each.
     void (*dot)(const float* a, const float* b, int64_t count, float* lanes);
-    // One MXFP4 block column of a tile to FP8: out[c * stride + r], c < 32; returns the shared scale byte.
-    uint8_t (*mxfp4_tile_to_fp8)(const TileRows& tile, int64_t block, uint8_t* out, int64_t stride);
-    // FP8 columns of a tile, at most a group; exponents[r] is the scale byte of row r. Returns the shared scale byte.
+    // At most 128 MXFP4 columns of a tile to FP8: out[c * stride + r]; shared[c / 32] is the scale byte of column c.
+    void (*mxfp4_tile_to_fp8)(const TileRows& tile, Columns columns, uint8_t* out, int64_t stride, uint8_t* shared);
+    // The same for FP8 rows; exponents[r] is the scale byte of row r. Returns the scale byte.
     uint8_t (*fp8_tile_to_fp8)(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out,
                                int64_t stride);
 

@@ -99,14 +99,17 @@ FP4COMM_AVX2 void write_mxfp4(ConstRow src, Columns columns, const EncodeContext
     if (options.rounding == Rounding::kStochastic) {
         return stream<Source>(src, columns, options, StoreStochastic{context, begin, dst});
     }
-    alignas(32) uint16_t x[kChunk];
+    alignas(32) uint16_t buffer[kChunk];
     for (int64_t j = 0; j < columns.count; j += kChunk) {
         const Columns chunk{columns.begin + j, std::min(kChunk, columns.count - j)};
         const int64_t col = begin + j;
+        const uint16_t* x = buffer;
         if (options.hadamard) {
-            stream<Source>(src, chunk, options, StoreRotatedSticky{x, options, col});
+            stream<Source>(src, chunk, options, StoreRotatedSticky{buffer, options, col});
+        } else if (Source::kKind == Kind::kBF16) {
+            x = reinterpret_cast<const uint16_t*>(src.data) + chunk.begin;
         } else {
-            stream<Source>(src, chunk, options, StoreSticky{x});
+            stream<Source>(src, chunk, options, StoreSticky{buffer});
         }
         const auto run = [&](const uint16_t* from, int, int num_groups, uint8_t* packed, uint8_t* scales) {
             return context.ops.bf16_to_mxfp4(from, num_groups, options.scale_mode, packed, scales);
@@ -116,8 +119,8 @@ FP4COMM_AVX2 void write_mxfp4(ConstRow src, Columns columns, const EncodeContext
     }
 }
 
-// Nearest E4M3 codes of a group given as for StoreSticky. Returns the scale byte; -1, with nothing written, where floats
-// that are not normal become more than zero, or the scale's inverse / 256 is not normal.
+// Nearest E4M3 codes of a group given as for StoreSticky. Returns the scale byte; -1, with nothing written, where
+// floats that are not normal become more than zero, or the scale's inverse / 256 is not normal.
 FP4COMM_AVX2 inline int encode_e4m3(const uint16_t* x, int count, uint8_t* codes) {
     const __m256i mask = _mm256_set1_epi16(0x7fff);
     __m256i largest = _mm256_setzero_si256();
@@ -226,24 +229,47 @@ void fp8_to_mxfp4(ConstRow src, int64_t hidden, const EncodeContext& context, Ro
     }
 }
 
+// Groups whose blocks all have byte 0 (or are NaN) have scale 1 if they hold nothing but zeros.
+void mark_zero_groups(const uint8_t* packed, const uint8_t* bytes, int num_blocks, uint8_t* shared) {
+    for (int first = 0; first < num_blocks; first += 4) {
+        SharedScale scale;
+        for (int i = first; i < std::min(first + 4, num_blocks); ++i) {
+            scale.add(bytes[i], mxfp4_block_nonzero(packed + i * (kBlockSize / 2)));
+        }
+        shared[first] = uint8_t(scale.byte());
+    }
+}
+
+// Eight groups at a time; their four scale bytes share 32 bits.
 template <Kind kOut>
 FP4COMM_AVX2 void mxfp4_to_fp8(ConstRow src, int64_t hidden, const EncodeContext&, Row dst) {
     const Tables& t = tables();
-    for (int64_t j = 0; j < hidden; j += kGroupSize) {
-        const int num_blocks = int(std::min<int64_t>(kGroupSize, hidden - j)) / kBlockSize;
-        const uint8_t* bytes = src.scales + j / kBlockSize;
-        const uint8_t* packed = src.data + j / 2;
-        SharedScale shared;
-        for (int i = 0; i < num_blocks; ++i) shared.add(bytes[i], false);
-        if (shared.max_byte == 0) {
-            for (int i = 0; i < num_blocks; ++i) shared.add(bytes[i], mxfp4_block_nonzero(packed + 16 * i));
+    const __m256i one = _mm256_set1_epi8(1);
+    const __m256i first_of_4 = broadcast128_of(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+    const int64_t num_blocks = hidden / kBlockSize;
+    for (int64_t b = 0; b < num_blocks; b += 32) {
+        const int count = int(std::min<int64_t>(32, num_blocks - b));
+        alignas(32) uint8_t bytes[32] = {};
+        alignas(32) uint8_t shared[32];
+        alignas(32) uint8_t index[32];
+        std::copy_n(src.scales + b, count, bytes);
+        __m256i largest = _mm256_add_epi8(load256(bytes), one);  // NaN wraps to 0
+        largest = _mm256_max_epu8(largest, _mm256_srli_epi32(largest, 16));
+        largest = _mm256_max_epu8(largest, _mm256_srli_epi32(largest, 8));
+        largest = _mm256_shuffle_epi8(largest, first_of_4);
+        const __m256i scale = _mm256_max_epu8(_mm256_subs_epu8(largest, _mm256_set1_epi8(7)), one);
+        store256(shared, scale);
+        store256(index, e2m1_shift_indices(load256(bytes), scale));
+        const uint8_t* packed = src.data + b * (kBlockSize / 2);
+        uint8_t* codes = dst.data + b * kBlockSize;
+        for (int i = 0; i < count; ++i) {
+            const __m256i table = broadcast128(t.e4m3_of_e2m1[index[i]]);
+            store256(codes + 32 * i, _mm256_shuffle_epi8(table, unpack_nibbles(load128(packed + 16 * i))));
         }
-        const uint32_t scale = shared.byte();
-        for (int i = 0; i < num_blocks; ++i) {
-            const __m256i table = broadcast128(t.e4m3_of_e2m1[e2m1_shift_index(bytes[i], scale)]);
-            store256(dst.data + j + 32 * i, _mm256_shuffle_epi8(table, unpack_nibbles(load128(packed + 16 * i))));
+        if (_mm256_movemask_epi8(_mm256_cmpeq_epi8(_mm256_max_epu8(largest, one), one))) {
+            mark_zero_groups(packed, bytes, count, shared);
         }
-        store_fp8_scale<kOut>(dst.scales, j / kGroupSize, scale);
+        for (int i = 0; i < count; i += 4) store_fp8_scale<kOut>(dst.scales, (b + i) / 4, shared[i]);
     }
 }
 

@@ -108,31 +108,32 @@ void dot(const float* a, const float* b, int64_t count, float* lanes) {
     for (int64_t j = 0; j < count; ++j) lanes[j % kDotLanes] += a[j] * b[j];
 }
 
-uint8_t mxfp4_tile_to_fp8(const TileRows& tile, int64_t block, uint8_t* out, int64_t stride) {
-    SharedScale shared;
-    for (int r = 0; r < tile.count; ++r) {
-        const ConstRow row = tile.row[r];
-        if (row.data) shared.add(row.scales[block], mxfp4_block_nonzero(row.data + block * kBlockSize / 2));
-    }
-    const uint32_t scale = shared.byte();
-    for (int r = 0; r < tile.count; ++r) {
-        const ConstRow row = tile.row[r];
-        for (int c = 0; c < kBlockSize; ++c) {
-            out[c * stride + r] =
-                row.data ? mxfp4_to_e4m3(e2m1_unpack(row.data, block * kBlockSize + c), row.scales[block], scale) : 0;
+void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, uint8_t* out, int64_t stride, uint8_t* shared) {
+    for (int64_t c = 0; c < columns.count; c += kBlockSize) {
+        const int64_t block = (columns.begin + c) / kBlockSize;
+        SharedScale scale;
+        for (int r = 0; r < tile.count; ++r) {
+            const ConstRow row = tile.row[r];
+            scale.add(row.scales[block], mxfp4_block_nonzero(row.data + block * kBlockSize / 2));
         }
+        for (int r = 0; r < tile.count; ++r) {
+            const ConstRow row = tile.row[r];
+            for (int i = 0; i < kBlockSize; ++i) {
+                out[(c + i) * stride + r] =
+                    mxfp4_to_e4m3(e2m1_unpack(row.data, block * kBlockSize + i), row.scales[block], scale.byte());
+            }
+        }
+        shared[c / kBlockSize] = uint8_t(scale.byte());
     }
-    return uint8_t(scale);
 }
 
 uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out, int64_t stride) {
     const int target = fp8_tile_target(tile, exponents, columns);
     for (int r = 0; r < tile.count; ++r) {
-        const uint8_t* data = tile.row[r].data;
         // Rows above the target hold only zeros and NaN, which no shift changes.
         const int shift = std::min(int(exponents[r]) - target, 0);
         for (int64_t c = 0; c < columns.count; ++c) {
-            out[c * stride + r] = data ? e4m3_shift(data[columns.begin + c], shift) : 0;
+            out[c * stride + r] = e4m3_shift(tile.row[r].data[columns.begin + c], shift);
         }
     }
     return uint8_t(target);
@@ -177,7 +178,7 @@ int fp8_tile_target(const TileRows& tile, const uint8_t* exponents, Columns colu
     const auto counts = [](uint8_t code) { return uint8_t((code & kE4M3Magnitude) - 1) < kE4M3Max; };
     int target = 0;
     for (int r = 0; r < tile.count; ++r) {
-        if (!tile.row[r].data || exponents[r] <= target) continue;
+        if (exponents[r] <= target) continue;
         const uint8_t* first = tile.row[r].data + columns.begin;
         if (std::any_of(first, first + columns.count, counts)) target = exponents[r];
     }

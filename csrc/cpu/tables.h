@@ -8,7 +8,8 @@
 namespace fp4comm {
 
 struct Tables {
-    // E2M1 code times 2^shift as E4M3 code, by shift - kMinE2M1Shift; the last table is that of a NaN block.
+    // E2M1 code times 2^shift as E4M3 code, by shift - kMinE2M1Shift (0 for what lies below); the last one is that of a
+    // NaN block. The shift is the block's scale byte minus that of the FP8 scale.
     static constexpr int kNumE2M1Shifts = kMaxE2M1Shift - kMinE2M1Shift + 1;
     alignas(16) uint8_t e4m3_of_e2m1[kNumE2M1Shifts + 1][16];
 
@@ -34,12 +35,5 @@ struct Tables {
 };
 
 const Tables& tables();
-
-// Index into e4m3_of_e2m1 of a block under the scale byte of its group.
-inline int e2m1_shift_index(uint32_t block_byte, uint32_t shared_byte) {
-    if (block_byte == kE8M0NaN) return Tables::kNumE2M1Shifts;
-    const int index = int(block_byte) - int(shared_byte) - kMinE2M1Shift;
-    return index < 0 ? 0 : index;
-}
 
 }  // namespace fp4comm
