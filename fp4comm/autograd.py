@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from .backends import Rows
 from .exchange import Exchange, WireRows
+from .memory import empty
 from .routing import NewRoutes, Routing
 
 
@@ -65,7 +66,7 @@ class Dispatch(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         recv_x = None
         if call.out_dtype is not None:
-            recv_x = torch.empty(routing.num_rows, exchange.hidden, dtype=call.out_dtype)
+            recv_x = empty((routing.num_rows, exchange.hidden), call.out_dtype)
             exchange.unpack("dispatch", arrived, Rows.of(recv_x), routing.source_rows)
         return recv_x, routing.weights_for_experts(), torch.zeros(())
 
@@ -81,7 +82,7 @@ class Dispatch(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             grad_weights = torch.zeros_like(routing.weights_for_experts()) if grad_weights is None else grad_weights
             slot_grads = routing.slot_values(grad_weights)
-        grad_x = torch.empty(routing.plan.num_tokens, exchange.hidden, dtype=ctx.x_dtype)
+        grad_x = empty((routing.plan.num_tokens, exchange.hidden), ctx.x_dtype)
         rows = Rows.of(grad_recv_x)
         grad_topk_weights = exchange.to_tokens("grad_combine", rows, routing, grad_x, slot_values=slot_grads)
         return grad_x if ctx.needs_input_grad[0] else None, grad_topk_weights, None
@@ -95,7 +96,7 @@ class Combine(torch.autograd.Function):
         ctx: Any, y: Tensor, recv_topk_weights: Tensor | None, _anchor: Tensor, exchange: Exchange, routing: Routing
     ) -> Tensor:
         is_weighted = recv_topk_weights is not None
-        combined_x = torch.empty(routing.plan.num_tokens, exchange.hidden, dtype=y.dtype)
+        combined_x = empty((routing.plan.num_tokens, exchange.hidden), y.dtype)
         exchange.to_tokens("combine", Rows.of(y), routing, combined_x, is_weighted)
         ctx.exchange, ctx.routing, ctx.y_dtype = exchange, routing, y.dtype
         # only the gradient of the weights needs y
@@ -110,7 +111,7 @@ class Combine(torch.autograd.Function):
         arrived = exchange.to_experts("grad_dispatch", Rows.of(grad_out), routing)
         grad_y = grad_weights = None
         if ctx.needs_input_grad[0]:
-            grad_y = torch.empty(routing.num_rows, exchange.hidden, dtype=ctx.y_dtype)
+            grad_y = empty((routing.num_rows, exchange.hidden), ctx.y_dtype)
             exchange.unpack("grad_dispatch", arrived, Rows.of(grad_y), routing.source_rows, recv_topk_weights)
         if y is not None:
             grad_weights = exchange.dot("grad_dispatch", Rows.of(y), arrived, routing.source_rows)

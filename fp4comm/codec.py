@@ -23,6 +23,7 @@ from .backends import Rows, backend_for
 from .errors import InvalidArgument
 from .formats import BLOCK_SIZE, GROUP_SIZE, ROW_TILE, Kind
 from .formats import scale_mode as parse_scale_mode
+from .memory import empty
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -76,7 +77,7 @@ class MXFP4Tensor:
             seed: of that transform.
         """
         _require(dtype in FLOAT_DTYPES, "dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
-        x = torch.empty((self.num_rows, self.hidden), dtype=dtype, device=self.packed.device)
+        x = empty((self.num_rows, self.hidden), dtype, self.packed.device)
         backend = backend_for(x)
         options = backend.options("even", False, hadamard, _seed(seed), 0)
         backend.convert_rows(self._rows, Rows.of(x), options=options)
@@ -147,8 +148,8 @@ class FP8Tensor:
     @classmethod
     def empty(cls, num_rows: int, hidden: int, device: torch.device | str | None = None) -> FP8Tensor:
         """Uninitialised memory for `num_rows` rows."""
-        data = torch.empty((num_rows, hidden), dtype=torch.float8_e4m3fn, device=device)
-        scales = torch.empty((num_rows, -(-hidden // GROUP_SIZE)), dtype=torch.float32, device=device)
+        data = empty((num_rows, hidden), torch.float8_e4m3fn, device)
+        scales = empty((num_rows, -(-hidden // GROUP_SIZE)), torch.float32, device)
         return cls(data, scales)
 
     @property
@@ -173,7 +174,7 @@ class FP8Tensor:
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The numbers as float32, bfloat16 or float16 `[num_rows, hidden]`, rounded to nearest even."""
         _require(dtype in FLOAT_DTYPES, "dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
-        x = torch.empty((self.num_rows, self.hidden), dtype=dtype, device=self.data.device)
+        x = empty((self.num_rows, self.hidden), dtype, self.data.device)
         backend_for(x).convert_rows(self._rows, Rows.of(x))
         return x
 
@@ -305,7 +306,7 @@ class MXFP4Columns:
 
     def dequantize(self) -> Tensor:
         """The numbers in the original order, float32 `[num_rows, hidden]`."""
-        x = torch.empty((self.num_rows, self.hidden), dtype=torch.float32, device=self.packed.device)
+        x = empty((self.num_rows, self.hidden), torch.float32, self.packed.device)
         start = 0
         for i, size in enumerate(self.num_rows_per_expert):
             if size:
@@ -342,8 +343,8 @@ def quantize_mxfp4(
     source = _source_rows(x)
     num_rows, hidden, device = len(source.data), source.hidden, source.data.device
     y = MXFP4Tensor(
-        torch.empty((num_rows, hidden // 2), dtype=torch.uint8, device=device),
-        torch.empty((num_rows, hidden // BLOCK_SIZE), dtype=torch.uint8, device=device),
+        empty((num_rows, hidden // 2), torch.uint8, device),
+        empty((num_rows, hidden // BLOCK_SIZE), torch.uint8, device),
     )
     backend = backend_for(source.data)
     options = backend.options(mode, bool(stochastic), bool(hadamard), _seed(seed), 0)

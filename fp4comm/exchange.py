@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .backends import Rows, backend_for
 from .formats import Kind
+from .memory import empty
 from .precision import Leg, Precision
 from .routing import NewRoutes, Routing, SendPlan
 from .transport import Transport
@@ -73,7 +74,6 @@ class Exchange:
         self.traffic: Counter[str] = Counter()
         self.stage: StageHook | None = None
         self._calls = 0
-        self._pool: dict[str, Tensor] = {}  # grow-only scratch by use; never handed out
 
     def to_experts(
         self,
@@ -91,19 +91,19 @@ class Exchange:
             weights: `[num_tokens, num_topk]` float32, for new routes; None = 1.
 
         Returns:
-            The received rows, ordered by source rank, then token, in memory of their own.
+            The received rows, ordered by source rank, then token.
         """
         backend, plan = backend_for(x.data), routes.plan
         is_new = isinstance(routes, NewRoutes)
         with self._stage(leg_name, "pack"):
             num_topk = plan.topk_idx.shape[1] if is_new else 0
-            send = self._wire_rows(leg_name, plan.num_rows, num_topk, None if self.transport.num_ranks == 1 else "send")
+            send = self._wire_rows(leg_name, plan.num_rows, num_topk)
             options = self._options(leg_name)
             backend.convert_rows(x, send.rows, src_row=plan.pair_tokens, dst_row=plan.pair_rows, options=options)
             if is_new:
                 backend.write_meta(send.buffer, send.layout, plan, weights, self.num_experts)
         with self._stage(leg_name, "wire"):
-            return self._travel(leg_name, send, plan.rows_per_rank.tolist(), routes.rows_from_rank, None)
+            return self._travel(leg_name, send, plan.rows_per_rank.tolist(), routes.rows_from_rank)
 
     def read_routing(self, arrived: WireRows, routes: NewRoutes) -> Routing:
         """Completes new routes with the metadata of the rows that came along them."""
@@ -156,7 +156,7 @@ class Exchange:
         backend, plan = backend_for(y.data), routing.plan
         with self._stage(leg_name, "pack"):
             num_topk = 0 if slot_values is None else slot_values.shape[1]
-            send = self._wire_rows(leg_name, routing.num_recv_tokens, num_topk, "send")
+            send = self._wire_rows(leg_name, routing.num_recv_tokens, num_topk)
             if routing.slot_rows is None:
                 backend.convert_rows(y, send.rows, num_rows=routing.num_recv_tokens, options=self._options(leg_name))
             else:
@@ -165,7 +165,7 @@ class Exchange:
             if slot_values is not None:
                 send.weights.copy_(slot_values)
         with self._stage(leg_name, "wire"):
-            back = self._travel(leg_name, send, routing.rows_from_rank, plan.rows_per_rank.tolist(), "back")
+            back = self._travel(leg_name, send, routing.rows_from_rank, plan.rows_per_rank.tolist())
         with self._stage(leg_name, "unpack"):
             options = self._options(leg_name, decode=True)
             backend.sum_rows(back.rows, Rows.of(out), plan.token_rows, None, options=options)
@@ -190,28 +190,19 @@ class Exchange:
         send: WireRows,
         rows_to_rank: Sequence[int],
         rows_from_rank: Sequence[int],
-        use: str | None,
     ) -> WireRows:
         if self.transport.num_ranks == 1:
             return send
-        received = self._wire_rows(leg_name, sum(rows_from_rank), send.num_topk, use)
+        received = self._wire_rows(leg_name, sum(rows_from_rank), send.num_topk)
         self.transport.exchange(_split(send.buffer, rows_to_rank), _split(received.buffer, rows_from_rank))
         num_remote_rows = sum(rows_to_rank) - rows_to_rank[self.transport.rank]
         self.traffic[leg_name] += num_remote_rows * send.buffer.shape[1]
         return received
 
-    def _wire_rows(self, leg_name: str, num_rows: int, num_topk: int, use: str | None) -> WireRows:
-        """Rows in the scratch memory kept for `use`, or in memory of their own."""
+    def _wire_rows(self, leg_name: str, num_rows: int, num_topk: int) -> WireRows:
         kind = self._leg(leg_name).kind
         layout = backend_for(None).row_layout(kind, self.hidden, num_topk)
-        num_bytes = num_rows * layout.row_bytes
-        if use is None:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        else:
-            if use not in self._pool or self._pool[use].numel() < num_bytes:
-                self._pool[use] = torch.empty(num_bytes, dtype=torch.uint8)
-            buffer = self._pool[use][:num_bytes]
-        return WireRows(buffer.view(num_rows, layout.row_bytes), kind, layout, num_topk)
+        return WireRows(empty((num_rows, layout.row_bytes), torch.uint8), kind, layout, num_topk)
 
     def _leg(self, leg_name: str) -> Leg:
         return self.precision.leg(leg_name)

@@ -11,10 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .backends import backend_for
+
+# NumPy does the small index arithmetic below: torch would split it over threads, for which ranks that share cores wait.
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +69,11 @@ class ExpertLayout:
     @cached_property
     def slots(self) -> Tensor:
         """`[num_expert_rows]` int64, each row's place in the flattened `slot_rows`; -1 = padding."""
-        flat = self.slot_rows.flatten()
-        present = torch.nonzero(flat >= 0).flatten()
-        slots = torch.full_like(self.rows, -1)
-        slots[flat[present]] = present
-        return slots
+        rows = self.slot_rows.numpy().ravel()
+        present = np.flatnonzero(rows >= 0)
+        slots = np.full(self.rows.shape, -1)
+        slots[rows[present]] = present
+        return torch.from_numpy(slots)
 
     def from_slots(self, values: Tensor) -> Tensor:
         """Values of `[num_recv_tokens, num_topk]` in expert order, `[num_expert_rows]`; padding is 0."""
@@ -83,8 +86,8 @@ class ExpertLayout:
 
 def take(values: Tensor, index: Tensor) -> Tensor:
     """`values[index]` for a vector of values and an index of any shape, where -1 gives 0."""
-    padded = torch.cat([values, values.new_zeros(1)])
-    return padded[index]
+    padded = np.append(values.numpy(), np.zeros(1, values.numpy().dtype))
+    return torch.from_numpy(padded[index.numpy()])
 
 
 @dataclass(frozen=True, eq=False)

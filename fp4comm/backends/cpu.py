@@ -16,6 +16,7 @@ from .. import _cpu
 from .._cpu import Options, RowLayout, isa, row_layout, set_isa, supported_isas
 from ..errors import InvalidArgument, TransportError
 from ..formats import BLOCK_SIZE, ROW_TILE, scale_mode
+from ..memory import empty
 from .rows import Rows
 
 __all__ = [
@@ -141,7 +142,7 @@ def fp8_columns(src: Rows, src_row: Tensor | None, group_sizes: Sequence[int]) -
         InvalidArgument: an FP8 scale is not a positive normal power of two.
     """
     sizes = _group_sizes(src, src_row, group_sizes)
-    data = torch.empty(src.hidden * sum(group_sizes), dtype=torch.uint8)
+    data = empty((src.hidden * sum(group_sizes),), torch.uint8)
     scales = torch.empty((sum(-(-m // ROW_TILE) for m in group_sizes), src.hidden), dtype=torch.float32)
     bad = _cpu.fp8_columns(
         _native(src),
@@ -167,7 +168,7 @@ def mxfp4_columns(
     """
     sizes = _group_sizes(src, src_row, group_sizes)
     num_blocks = src.hidden * sum(-(-m // BLOCK_SIZE) for m in group_sizes)
-    packed = torch.empty(num_blocks * BLOCK_SIZE // 2, dtype=torch.uint8)
+    packed = empty((num_blocks * BLOCK_SIZE // 2,), torch.uint8)
     scales = torch.empty(num_blocks, dtype=torch.uint8)
     _cpu.mxfp4_columns(
         _native(src),

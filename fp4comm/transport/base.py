@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,7 +43,8 @@ class Transport(ABC):
         """
         if self._unusable:
             raise ClosedError(f"the {self.name} transport can't be used: {self._unusable}")
-        incoming[self.rank].copy_(outgoing[self.rank])
+        # NumPy, since torch splits a large copy over threads, for which ranks that share cores wait
+        np.copyto(incoming[self.rank].numpy(), outgoing[self.rank].numpy())
         if self.num_ranks > 1:
             self._exchange_with_peers(outgoing, incoming)
 

@@ -1,0 +1,82 @@
+"""Host memory for results, used again once nobody holds it: what torch's caching allocator does for devices.
+
+The C library maps every block above 32 MB anew and gives it back when it is freed, so each large result is zeroed and
+faulted in page by page: 64 of the 72 ms of CPU time that unpacking 117 MB took (Zen 3), against 10 ms in memory that
+has been used before.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_LEAST_BYTES = 1 << 20  # smaller blocks come from the C library, which does keep them
+
+
+class Recycler:
+    """Blocks of memory by size. A block returns when the last tensor, view or array over it is gone.
+
+    It never holds more memory than was in use at once so far: beyond that the oldest free blocks are given back.
+
+    Attributes:
+        held_bytes: bytes of all blocks, in use and free.
+    """
+
+    def __init__(self) -> None:
+        self.held_bytes = 0
+        self._bytes_in_use = 0
+        self._peak_bytes = 0
+        self._free: deque[mmap.mmap] = deque()  # oldest first
+        self._lock = threading.RLock()  # reentrant, as a garbage collection can give a block back at any time
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Uninitialised uint8 memory."""
+        size = _rounded(num_bytes)
+        with self._lock:
+            block = next((block for block in reversed(self._free) if len(block) == size), None)
+            if block is not None:
+                self._free.remove(block)
+            else:
+                block = mmap.mmap(-1, size)
+                self.held_bytes += size
+            self._bytes_in_use += size
+            self._peak_bytes = max(self._peak_bytes, self._bytes_in_use)
+            self._trim()
+        view = memoryview(block)
+        weakref.finalize(view, self._give_back, block).atexit = False
+        return torch.frombuffer(view, dtype=torch.uint8, count=num_bytes)
+
+    def _give_back(self, block: mmap.mmap) -> None:
+        with self._lock:
+            self._bytes_in_use -= len(block)
+            self._free.append(block)
+            self._trim()
+
+    def _trim(self) -> None:
+        while self._free and self.held_bytes > self._peak_bytes:
+            self.held_bytes -= len(self._free.popleft())
+
+
+def _rounded(num_bytes: int) -> int:
+    """Sizes in steps of at most an eighth, so that the slightly different sizes of successive steps share blocks."""
+    step = max(1 << 18, 1 << max((num_bytes - 1).bit_length() - 3, 0))
+    return -(-num_bytes // step) * step
+
+
+RECYCLER = Recycler()
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
+    """`torch.empty`, on the CPU in recycled memory if it is large."""
+    num_bytes = dtype.itemsize
+    for extent in shape:
+        num_bytes *= extent
+    if num_bytes < _LEAST_BYTES or torch.device(device or "cpu").type != "cpu":
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return RECYCLER.take(num_bytes).view(dtype).view(tuple(shape))

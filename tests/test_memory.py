@@ -1,0 +1,87 @@
+"""Recycled memory: never shared while anybody holds it, and bounded."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+import fp4comm
+from fp4comm.memory import Recycler, empty
+
+MEGABYTE = 1 << 20
+
+
+def test_a_block_is_used_again_only_when_nothing_holds_it() -> None:
+    recycler = Recycler()
+    first = recycler.take(4 * MEGABYTE)
+    address = first.data_ptr()
+    view, array = first[10:20], first.numpy()
+    del first
+    assert recycler.take(4 * MEGABYTE).data_ptr() != address
+    del view
+    assert recycler.take(4 * MEGABYTE).data_ptr() != address
+    array[:] = 1
+    del array
+    # the block before was free again, too; of the two, one is the first
+    assert address in {block.data_ptr() for block in [recycler.take(4 * MEGABYTE), recycler.take(4 * MEGABYTE)]}
+
+
+def test_autograd_holds_what_it_saves() -> None:
+    x = torch.nn.Parameter(torch.ones(MEGABYTE))
+    y = empty((MEGABYTE,), torch.float32)
+    y.fill_(3)
+    product = x * y  # saves y
+    address = y.data_ptr()
+    del y
+    other = empty((MEGABYTE,), torch.float32)
+    assert other.data_ptr() != address
+    other.fill_(7)
+    product.sum().backward()
+    assert x.grad is not None
+    assert bool((x.grad == 3).all())
+
+
+def test_it_holds_no_more_than_was_in_use_at_once() -> None:
+    recycler = Recycler()
+    for size in (3, 5, 9, 17, 4, 6):
+        block = recycler.take(size * MEGABYTE)
+        del block
+        assert recycler.held_bytes <= 20 * MEGABYTE  # 17 rounded up
+    assert recycler.held_bytes > 0
+    many = [recycler.take(5 * MEGABYTE) for _ in range(10)]
+    del many
+    assert 50 * MEGABYTE <= recycler.held_bytes <= 60 * MEGABYTE
+
+
+def test_any_thread_may_take_and_drop() -> None:
+    recycler = Recycler()
+    wrong: list[int] = []
+
+    def work(value: int) -> None:
+        for _ in range(200):
+            block = recycler.take(MEGABYTE)
+            block[::4096] = value
+            if not bool((block[::4096] == value).all()):
+                wrong.append(value)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert recycler.held_bytes <= 16 * MEGABYTE  # a thread holds its block until it has the next
+
+
+def test_results_of_a_communicator_are_recycled() -> None:
+    """Steps of nearly the same size run in the same memory."""
+    comm = fp4comm.EPCommunicator(num_experts=4, hidden=1024)
+    addresses = []
+    for num_tokens in (1000, 1003, 998):
+        x = torch.randn(num_tokens, 1024, dtype=torch.bfloat16)
+        recv, handle = comm.dispatch(x, torch.arange(num_tokens * 2).reshape(-1, 2) % 4)
+        assert isinstance(recv.x, torch.Tensor)
+        addresses.append(recv.x.data_ptr())
+        del recv, handle
+    assert len(set(addresses[1:])) == 1
