@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
 def make_parser(ranks: Ranks) -> Parser:
     parser = Parser(ranks)
     add = parser.add_argument
-    add("--tokens", type=list_of(positive), default=[1024], help="per rank; several sizes with commas, default 1024")
+    add("--tokens", type=list_of(positive), default=[512], help="per rank; several sizes with commas, default 512")
     add("--hidden", type=positive, help="default 7168")
     add("--topk", type=positive, help="experts per token, default 8")
     add("--experts", type=positive, help="default 256")

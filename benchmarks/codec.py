@@ -5,7 +5,7 @@
     python -m benchmarks.codec --isa scalar --only "BF16 -> MXFP4"
 
 Every result is first compared with the oracle on some of its rows. Bytes count once as they are read and once as they
-are written; elements are those of the longer side.
+are written.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fp4comm import _cpu
 from fp4comm.backends import Rows, cpu
 from fp4comm.formats import Kind
 from fp4comm.reference import codec as oracle
@@ -35,7 +36,8 @@ class Case:
 
     Attributes:
         name: what it is called in the table.
-        num_elements: numbers on its longer side.
+        num_elements: numbers converted; one that goes to several ranks counts once, one that several experts get as
+            often as they get it.
         num_bytes: read and written, each once.
         run: does it.
         check: what is wrong with the result, given that it has run; None = nothing.
@@ -155,24 +157,28 @@ def columns(rowsets: Rowsets) -> Iterator[Case]:
 
 
 def column_case(
-    name: str, src: Rows, sizes: list[int], run: Callable[..., tuple[Tensor, Tensor]], wanted: Callable[..., Codes]
+    name: str, src: Rows, sizes: list[int], convert: Callable[..., tuple[Tensor, Tensor]], wanted: Callable[..., Codes]
 ) -> Case:
-    """Times the call as users make it, which allocates the result; compares the first group."""
-    result: list[Tensor] = []
+    """Times the bare loop, into memory that a whole call has made; compares the first group."""
+    data, scales = convert(src, None, sizes)
+    assert src.scales is not None
+    counts = torch.tensor(sizes, dtype=torch.int64)
+    strides = (src.data.stride(0), src.scales.stride(0) * src.scales.element_size())
+    rows = _cpu.Rows(src.kind, src.data.data_ptr(), strides[0], src.scales.data_ptr(), strides[1])
 
-    def convert_all() -> None:
-        result[:] = run(src, None, sizes)
+    def run() -> None:
+        common = (rows, src.hidden, 0, counts.data_ptr(), len(sizes), data.data_ptr(), scales.data_ptr())
+        if convert is cpu.mxfp4_columns:
+            _cpu.mxfp4_columns(*common, native_options())
+        else:
+            _cpu.fp8_columns(*common)
 
     def check() -> str | None:
         expected = wanted(*codes(src, torch.arange(sizes[0])))
-        return difference(
-            tuple(to_numpy(part.flatten()[: want.size]) for part, want in zip(result, expected, strict=True)),
-            tuple(want.ravel() for want in expected),
-        )
+        got = tuple(to_numpy(part.flatten()[: want.size]) for part, want in zip((data, scales), expected, strict=True))
+        return difference(got, tuple(want.ravel() for want in expected))
 
-    convert_all()
-    size = num_bytes(src) + sum(part.nbytes for part in result)
-    return Case(name, len(src) * src.hidden, size, convert_all, check)
+    return Case(name, len(src) * src.hidden, num_bytes(src) + data.nbytes + scales.nbytes, run, check)
 
 
 def group_sizes(num_rows: int) -> list[int]:
@@ -217,7 +223,7 @@ def mapped(name: str, src: Rows, dst: Rows, src_row: Tensor, dst_row: Tensor | N
     num_sources = len(torch.unique(src_row))
     return Case(
         name,
-        max(num_sources, len(src_row)) * src.hidden,
+        (len(src_row) if dst_row is None else num_sources) * src.hidden,
         num_bytes(src, num_sources) + num_bytes(dst, len(src_row)),
         lambda: cpu.convert_rows(src, dst, src_row=src_row, dst_row=dst_row),
         lambda: difference(codes(dst, i if dst_row is None else dst_row[i]), convert(src, src_row[i], dst.kind)),

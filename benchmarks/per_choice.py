@@ -35,6 +35,8 @@ class Routes:
 class PerChoice:
     """Dispatch and combine of that kind; experts get their rows in the order expert, source rank, token, slot.
 
+    Results lie in memory that the next call uses again, which is the best that a dispatcher can do about page faults.
+
     Args:
         transport: carries the rows.
         num_experts: experts of all ranks.
@@ -56,12 +58,12 @@ class PerChoice:
         rows_to_rank, rows_from_rank = counts.sum(1).tolist(), recv_counts.sum(1).tolist()
         send = self._rows("send", len(order), x.shape[1])
         cpu.convert_rows(Rows.of(x), Rows.of(send), src_row=order // topk_idx.shape[1])
-        arrived = self._travel(send, rows_to_rank, rows_from_rank, None if not self.reorder else "recv")
+        arrived = self._travel(send, rows_to_rank, rows_from_rank, "arrived")
         arrival_rows = _by_expert(recv_counts) if self.reorder else None
         routes = Routes(choice_rows.view_as(topk_idx), topk_weights, rows_to_rank, rows_from_rank, arrival_rows)
         if arrival_rows is None:
             return arrived, routes
-        recv_x = torch.empty_like(arrived)
+        recv_x = self._rows("recv_x", *arrived.shape)
         cpu.convert_rows(Rows.of(arrived), Rows.of(recv_x), src_row=arrival_rows)
         return recv_x, routes
 
@@ -71,21 +73,19 @@ class PerChoice:
         if routes.arrival_rows is not None:
             send = self._rows("send", len(y), y.shape[1])
             cpu.convert_rows(Rows.of(y), Rows.of(send), dst_row=routes.arrival_rows)
-        back = self._travel(send, routes.rows_from_rank, routes.rows_to_rank, "recv")
-        combined_x = torch.empty(len(routes.choice_rows), y.shape[1], dtype=y.dtype)
+        back = self._travel(send, routes.rows_from_rank, routes.rows_to_rank, "arrived")
+        combined_x = self._rows("combined_x", len(routes.choice_rows), y.shape[1])
         cpu.sum_rows(Rows.of(back), Rows.of(combined_x), routes.choice_rows, routes.weights)
         return combined_x
 
-    def _travel(self, send: Tensor, rows_to_rank: list[int], rows_from_rank: list[int], use: str | None) -> Tensor:
+    def _travel(self, send: Tensor, rows_to_rank: list[int], rows_from_rank: list[int], use: str) -> Tensor:
         received = self._rows(use, sum(rows_from_rank), send.shape[1])
         self.transport.exchange(messages(send, rows_to_rank), messages(received, rows_from_rank))
         return received
 
-    def _rows(self, use: str | None, num_rows: int, hidden: int) -> Tensor:
-        """BF16 rows in the memory kept for `use`, or in memory of their own."""
+    def _rows(self, use: str, num_rows: int, hidden: int) -> Tensor:
+        """BF16 rows in the memory kept for `use`."""
         size = num_rows * hidden
-        if use is None:
-            return torch.empty(num_rows, hidden, dtype=torch.bfloat16)
         if use not in self._scratch or self._scratch[use].numel() < size:
             self._scratch[use] = torch.empty(size, dtype=torch.bfloat16)
         return self._scratch[use][:size].view(num_rows, hidden)
