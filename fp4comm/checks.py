@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .codec import FP8Tensor
-from .errors import InvalidArgument
+from .errors import require
 from .formats import BLOCK_SIZE
 
 if TYPE_CHECKING:
@@ -16,12 +16,6 @@ if TYPE_CHECKING:
 
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_LOCAL_EXPERTS = 2**15 - 1  # local expert indices travel as int16
-
-
-def require(condition: bool, argument: str, received: object, accepted: str) -> None:
-    """Raises InvalidArgument with the message that all checks share, unless `condition` holds."""
-    if not condition:
-        raise InvalidArgument(f"{argument} is {received}; accepted: {accepted}")
 
 
 def _is_count(value: object, least: int) -> bool:

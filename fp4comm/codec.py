@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .backends import Rows, backend_for
-from .errors import InvalidArgument
+from .errors import require
 from .formats import BLOCK_SIZE, GROUP_SIZE, ROW_TILE, Kind
 from .formats import scale_mode as parse_scale_mode
 from .memory import empty
@@ -76,7 +76,7 @@ class MXFP4Tensor:
             hadamard: undo the transform that `quantize_mxfp4(hadamard=True)` made with the same seed.
             seed: of that transform.
         """
-        _require(dtype in FLOAT_DTYPES, "dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
+        require(dtype in FLOAT_DTYPES, "dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
         x = empty((self.num_rows, self.hidden), dtype, self.packed.device)
         backend = backend_for(x)
         options = backend.options("even", False, hadamard, _seed(seed), 0)
@@ -173,7 +173,7 @@ class FP8Tensor:
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """The numbers as float32, bfloat16 or float16 `[num_rows, hidden]`, rounded to nearest even."""
-        _require(dtype in FLOAT_DTYPES, "dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
+        require(dtype in FLOAT_DTYPES, "dtype", dtype, "torch.float32, torch.bfloat16 or torch.float16")
         x = empty((self.num_rows, self.hidden), dtype, self.data.device)
         backend_for(x).convert_rows(self._rows, Rows.of(x))
         return x
@@ -195,7 +195,7 @@ class FP8Tensor:
         if not is_power_of_two.all():
             row, group = torch.nonzero(~is_power_of_two)[0].tolist()
             received = self.scales[row, group].item()
-            _require(False, f"scales[{row}, {group}]", received, "positive normal powers of two, as quantize_fp8 makes")
+            require(False, f"scales[{row}, {group}]", received, "positive normal powers of two, as quantize_fp8 makes")
         data, scales = backend.fp8_columns(self._rows, None, sizes)
         return FP8Columns(data, scales, sizes)
 
@@ -225,7 +225,7 @@ class FP8Columns:
         num_tiles = sum(-(-m // ROW_TILE) for m in self.num_rows_per_expert)
         _check_matrix("scales", self.scales, torch.float32)
         matches = len(self.scales) == num_tiles
-        _require(matches, "scales", f"of {len(self.scales)} rows", f"{num_tiles} rows, one per 128 rows of an expert")
+        require(matches, "scales", f"of {len(self.scales)} rows", f"{num_tiles} rows, one per 128 rows of an expert")
         _check_flat("data", self.data, torch.float8_e4m3fn, self.hidden * self.num_rows, self.scales)
 
     @property
@@ -362,7 +362,7 @@ def quantize_fp8(x: Tensor) -> FP8Tensor:
         InvalidArgument: x has the wrong type, dtype or shape.
         NotAvailable: there is no back end for the device of x.
     """
-    _require(not isinstance(x, FP8Tensor), "x", "an FP8Tensor", "a float tensor")
+    require(not isinstance(x, FP8Tensor), "x", "an FP8Tensor", "a float tensor")
     source = _source_rows(x)
     y = FP8Tensor.empty(len(source.data), source.hidden, source.data.device)
     backend_for(source.data).convert_rows(source, y._rows)
@@ -377,43 +377,38 @@ def _source_rows(x: Tensor | FP8Tensor) -> Rows:
     return Rows.of(x)
 
 
-def _require(condition: bool, argument: str, received: object, accepted: str) -> None:
-    if not condition:
-        raise InvalidArgument(f"{argument} is {received}; accepted: {accepted}")
-
-
 def _check_tensor(argument: str, tensor: Any, *dtypes: torch.dtype) -> None:
-    _require(isinstance(tensor, Tensor), argument, f"a {type(tensor).__name__}", "a torch.Tensor")
-    _require(tensor.dtype in dtypes, argument, f"of dtype {tensor.dtype}", " or ".join(map(str, dtypes)))
+    require(isinstance(tensor, Tensor), argument, f"a {type(tensor).__name__}", "a torch.Tensor")
+    require(tensor.dtype in dtypes, argument, f"of dtype {tensor.dtype}", " or ".join(map(str, dtypes)))
 
 
 def _check_matrix(argument: str, tensor: Any, *dtypes: torch.dtype) -> None:
     _check_tensor(argument, tensor, *dtypes)
-    _require(tensor.ndim == 2, argument, f"of shape {list(tensor.shape)}", "two dimensions, [num_rows, width]")
+    require(tensor.ndim == 2, argument, f"of shape {list(tensor.shape)}", "two dimensions, [num_rows, width]")
 
 
 def _check_adjacent(argument: str, tensor: Tensor) -> None:
     adjacent = tensor.numel() == 0 or tensor.shape[1] == 1 or tensor.stride(1) == 1
-    _require(adjacent, argument, f"of strides {tensor.stride()}", "a stride of 1 between the elements of a row")
+    require(adjacent, argument, f"of strides {tensor.stride()}", "a stride of 1 between the elements of a row")
 
 
 def _check_hidden(argument: str, hidden: int) -> None:
-    _require(hidden > 0 and hidden % BLOCK_SIZE == 0, f"hidden of {argument}", hidden, f"a multiple of {BLOCK_SIZE}")
+    require(hidden > 0 and hidden % BLOCK_SIZE == 0, f"hidden of {argument}", hidden, f"a multiple of {BLOCK_SIZE}")
 
 
 def _check_scales(data: Tensor, scales: Any, dtype: torch.dtype, width: int, meaning: str) -> None:
     _check_matrix("scales", scales, dtype)
     _check_adjacent("scales", scales)
     shape = [data.shape[0], width]
-    _require(list(scales.shape) == shape, "scales", f"of shape {list(scales.shape)}", f"{shape}, [num_rows, {meaning}]")
-    _require(scales.device == data.device, "scales", f"on {scales.device}", f"{data.device}, where the codes are")
+    require(list(scales.shape) == shape, "scales", f"of shape {list(scales.shape)}", f"{shape}, [num_rows, {meaning}]")
+    require(scales.device == data.device, "scales", f"on {scales.device}", f"{data.device}, where the codes are")
 
 
 def _check_flat(argument: str, tensor: Any, dtype: torch.dtype, numel: int, other: Tensor) -> None:
     _check_tensor(argument, tensor, dtype)
     flat = tensor.ndim == 1 and tensor.numel() == numel and tensor.is_contiguous()
-    _require(flat, argument, f"of shape {list(tensor.shape)}", f"[{numel}], contiguous")
-    _require(tensor.device == other.device, argument, f"on {tensor.device}", f"{other.device}, where the rest is")
+    require(flat, argument, f"of shape {list(tensor.shape)}", f"[{numel}], contiguous")
+    require(tensor.device == other.device, argument, f"on {tensor.device}", f"{other.device}, where the rest is")
 
 
 def _group_sizes(num_rows_per_expert: Sequence[int] | None, num_rows: int) -> tuple[int, ...]:
@@ -421,15 +416,15 @@ def _group_sizes(num_rows_per_expert: Sequence[int] | None, num_rows: int) -> tu
         return (num_rows,)
     sizes = tuple(int(size) for size in num_rows_per_expert)
     accepted = f"non-negative numbers whose sum is the number of rows, {num_rows}"
-    _require(min(sizes, default=0) >= 0 and sum(sizes) == num_rows, "num_rows_per_expert", list(sizes), accepted)
+    require(min(sizes, default=0) >= 0 and sum(sizes) == num_rows, "num_rows_per_expert", list(sizes), accepted)
     return sizes
 
 
 def _group(sizes: tuple[int, ...], i: int) -> tuple[int, int]:
-    _require(0 <= i < len(sizes), "expert", i, f"0 to {len(sizes) - 1}")
+    require(0 <= i < len(sizes), "expert", i, f"0 to {len(sizes) - 1}")
     return sum(sizes[:i]), sizes[i]
 
 
 def _seed(seed: int) -> int:
-    _require(isinstance(seed, int) and 0 <= seed < 2**64, "seed", repr(seed), "an integer from 0 to 2**64 - 1")
+    require(isinstance(seed, int) and 0 <= seed < 2**64, "seed", repr(seed), "an integer from 0 to 2**64 - 1")
     return seed

@@ -29,3 +29,9 @@ class TransportError(Fp4CommError, RuntimeError):
 
 class ClosedError(Fp4CommError, RuntimeError):
     """A communicator was used after `close()`."""
+
+
+def require(condition: bool, argument: str, received: object, accepted: str) -> None:
+    """Raises `InvalidArgument` in the form that all checks share, unless `condition` holds."""
+    if not condition:
+        raise InvalidArgument(f"{argument} is {received}; accepted: {accepted}")

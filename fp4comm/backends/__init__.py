@@ -6,7 +6,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from ..errors import InvalidArgument
+from ..errors import NotAvailable
 from . import cpu
 from .rows import Rows
 
@@ -17,8 +17,8 @@ def backend_for(tensor: Tensor | None) -> ModuleType:
     """The backend for the device of `tensor`; the CPU's for None.
 
     Raises:
-        InvalidArgument: no backend takes tensors of that device.
+        NotAvailable: no backend takes tensors of that device.
     """
     if tensor is None or tensor.device.type == "cpu":
         return cpu
-    raise InvalidArgument(f"tensor is on device {str(tensor.device)!r}; accepted: 'cpu'")
+    raise NotAvailable(f"tensor is on device {str(tensor.device)!r}; there is a backend for: 'cpu'")
