@@ -43,7 +43,8 @@ class Recycler:
             if block is not None:
                 self._free.remove(block)
             else:
-                block = mmap.mmap(-1, size)
+                # private, so that a forked child gets a copy of results rather than a hand on ours
+                block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 self.held_bytes += size
             self._bytes_in_use += size
             self._peak_bytes = max(self._peak_bytes, self._bytes_in_use)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import torch
@@ -72,6 +73,17 @@ def test_any_thread_may_take_and_drop() -> None:
         thread.join()
     assert not wrong
     assert recycler.held_bytes <= 16 * MEGABYTE  # a thread holds its block until it has the next
+
+
+def test_a_forked_child_writes_to_its_own_copy() -> None:
+    values = empty((MEGABYTE,), torch.float32)
+    values.fill_(1)
+    child = os.fork()
+    if child == 0:
+        values.numpy()[:] = 7
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert bool((values == 1).all())
 
 
 def test_results_of_a_communicator_are_recycled() -> None:
