@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from fp4comm import InvalidArgument
+from fp4comm.transport.mpi import load_mpi
 
 from . import report
 from .common import Budget, environment, list_of, non_negative, positive, write_json_lines
@@ -137,9 +138,8 @@ def pass_gate(ranks: Ranks, workload: Workload, wires: Sequence[str]) -> dict[st
 
 def mpi_library() -> str:
     """Name and version of the MPI library."""
-    from mpi4py import MPI
 
-    return MPI.Get_library_version().split("\n")[0].split(",")[0].strip()
+    return str(load_mpi().Get_library_version()).splitlines()[0].split(",")[0].rstrip("\0")
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import fp4comm
 from fp4comm.backends import cpu
@@ -110,6 +111,21 @@ def measure(
     else:
         rounds(0.0, budget.repeats, budget.repeats, keep=True)
     return times
+
+
+class Scratch:
+    """Memory by use that is kept from call to call, with room to grow: no page faults once it has its size."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def rows(self, use: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """`[num_rows, width]`, filled with small numbers when it grows."""
+        key, size = (use, dtype), num_rows * width
+        if key not in self._memory or self._memory[key].numel() < size:
+            period = torch.arange(1, 4097).remainder(251).to(dtype)
+            self._memory[key] = period.repeat(-(-size * 5 // 4 // 4096) + 1)
+        return self._memory[key][:size].view(num_rows, width)
 
 
 def environment(module: str, launcher: str = "python", **more: object) -> dict[str, object]:

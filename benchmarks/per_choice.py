@@ -13,6 +13,8 @@ from torch import Tensor
 from fp4comm.backends import Rows, cpu
 from fp4comm.transport import Transport
 
+from .common import Scratch
+
 
 @dataclass(frozen=True)
 class Routes:
@@ -45,7 +47,7 @@ class PerChoice:
 
     def __init__(self, transport: Transport, num_experts: int, reorder: bool) -> None:
         self.transport, self.num_experts, self.reorder = transport, num_experts, reorder
-        self._scratch: dict[str, Tensor] = {}
+        self._scratch = Scratch()
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> tuple[Tensor, Routes]:
         """Rows of `x`, BF16 `[num_tokens, hidden]`, at their experts: BF16 `[num_recv_rows, hidden]`."""
@@ -84,11 +86,7 @@ class PerChoice:
         return received
 
     def _rows(self, use: str, num_rows: int, hidden: int) -> Tensor:
-        """BF16 rows in the memory kept for `use`."""
-        size = num_rows * hidden
-        if use not in self._scratch or self._scratch[use].numel() < size:
-            self._scratch[use] = torch.empty(size, dtype=torch.bfloat16)
-        return self._scratch[use][:size].view(num_rows, hidden)
+        return self._scratch.rows(use, num_rows, hidden, torch.bfloat16)
 
 
 def messages(rows: Tensor, rows_per_rank: list[int]) -> list[Tensor]:

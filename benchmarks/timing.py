@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fp4comm import EPCommunicator, Precision
 
-from .common import Budget, Times, measure
+from .common import Budget, Scratch, Times, measure
 from .gate import bf16_rows
 from .per_choice import PerChoice, messages
 from .ranks import Ranks
@@ -41,24 +40,6 @@ class CaseTimes:
     whole: dict[str, dict[str, list[float]]]
     stages: dict[str, dict[str, list[float]]]
     rows: Rows
-
-
-class Scratch:
-    """Memory that all variants use in turn, so that none pays for fresh pages that the library does not ask for."""
-
-    def __init__(self) -> None:
-        self._rows: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def rows(self, use: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-        """`[num_rows, width]`, filled with small numbers when it grows."""
-        key = use, dtype
-        if key not in self._rows or self._rows[key].numel() < num_rows * width:
-            memory = torch.empty(num_rows * width * 5 // 4, dtype=dtype)
-            pattern = torch.arange(1, 4097).remainder(251).to(dtype)
-            memory[: len(memory) // 4096 * 4096].view(-1, 4096)[:] = pattern
-            memory[len(memory) // 4096 * 4096 :] = 1
-            self._rows[key] = memory
-        return self._rows[key][: num_rows * width].view(num_rows, width)
 
 
 class Round:
