@@ -22,7 +22,9 @@ _LEAST_BYTES = 1 << 20  # smaller blocks come from the C library, which does kee
 class Recycler:
     """Blocks of memory by size. A block returns when the last tensor, view or array over it is gone.
 
-    It never holds more memory than was in use at once so far: beyond that the oldest free blocks are given back.
+    A request takes the smallest free block that is large enough and at most twice as large. Never more than twice the
+    memory is held that was in use at once so far: beyond that the oldest free blocks are given back. (At once the peak
+    itself, results of several sizes in turn throw out the block that is needed next: a dispatch took 518 ms, not 48.)
 
     Attributes:
         held_bytes: bytes of all blocks, in use and free.
@@ -39,14 +41,14 @@ class Recycler:
         """Uninitialised uint8 memory."""
         size = _rounded(num_bytes)
         with self._lock:
-            block = next((block for block in reversed(self._free) if len(block) == size), None)
+            block = min((block for block in self._free if size <= len(block) <= 2 * size), key=len, default=None)
             if block is not None:
                 self._free.remove(block)
             else:
                 # private, so that a forked child gets a copy of results rather than a hand on ours
                 block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
                 self.held_bytes += size
-            self._bytes_in_use += size
+            self._bytes_in_use += len(block)
             self._peak_bytes = max(self._peak_bytes, self._bytes_in_use)
             self._trim()
         view = memoryview(block)
@@ -60,7 +62,7 @@ class Recycler:
             self._trim()
 
     def _trim(self) -> None:
-        while self._free and self.held_bytes > self._peak_bytes:
+        while self._free and self.held_bytes > 2 * self._peak_bytes:
             self.held_bytes -= len(self._free.popleft())
 
 
