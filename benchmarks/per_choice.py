@@ -75,7 +75,7 @@ class PerChoice:
         if routes.arrival_rows is not None:
             send = self._rows("send", len(y), y.shape[1])
             cpu.convert_rows(Rows.of(y), Rows.of(send), dst_row=routes.arrival_rows)
-        back = self._travel(send, routes.rows_from_rank, routes.rows_to_rank, "arrived")
+        back = self._travel(send, routes.rows_from_rank, routes.rows_to_rank, "back")  # not "arrived": y may lie there
         combined_x = self._rows("combined_x", len(routes.choice_rows), y.shape[1])
         cpu.sum_rows(Rows.of(back), Rows.of(combined_x), routes.choice_rows, routes.weights)
         return combined_x
