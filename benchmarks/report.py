@@ -156,8 +156,8 @@ def notes(run: Record) -> str:
         "",
         "ms, p95: median and 95th percentile over rounds of the slowest rank's time; every round has new routes.",
         "pack, wire, unpack: medians in rounds of their own, with a barrier before each stage.",
-        "raw: the bare transport with messages of the same sizes. dB: signal to noise of the received rows, and of the",
-        "result of dispatch and combine with identical experts, against no rounding at all.",
+        "raw: the bare transport with messages of the same sizes. dB: signal to noise, against no rounding, of the",
+        "received rows, and of the result of both legs with experts that only scale.",
         "GB/s per rank: logical = all rows, own too; remote = rows to other ranks; bf16-eq = all rows, were they BF16.",
         f"{PER_CHOICE}: a plain dispatcher, one BF16 row per expert choice instead of one per rank, same transport.",
     ]
