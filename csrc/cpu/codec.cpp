@@ -20,10 +20,6 @@ void for_each_chunk(int64_t hidden, Fn fn) {
     for (int64_t j = 0; j < hidden; j += kChunk) fn(Columns{j, std::min(kChunk, hidden - j)});
 }
 
-ConstRow as_const(Row row) {
-    return {row.data, row.scales};
-}
-
 void convert_through_float(const RowOps& ops, Kind in, Kind out, ConstRow src, int64_t hidden,
                            const EncodeContext& context, Row dst) {
     if (out == Kind::kF32) {
@@ -62,7 +58,6 @@ void convert_rows(const Rows& src, const Rows& dst, int64_t num_rows, int64_t hi
                   const int64_t* dst_row, const Options& options) {
     const RowOps& ops = row_ops();
     const ConvertFn convert = ops.convert[int(src.kind)][int(dst.kind)];
-    const ConvertFn copy = ops.convert[int(dst.kind)][int(dst.kind)];
     int64_t previous = -1;
     Row previous_dst{};
     for (int64_t i = 0; i < num_rows; ++i) {
@@ -72,7 +67,8 @@ void convert_rows(const Rows& src, const Rows& dst, int64_t num_rows, int64_t hi
         if (row < 0) {
             zero_row(to, dst.kind, hidden);
         } else if (row == previous) {
-            copy(as_const(previous_dst), hidden, context, to);
+            std::copy_n(previous_dst.data, data_bytes(dst.kind, hidden), to.data);
+            std::copy_n(previous_dst.scales, scale_bytes(dst.kind, hidden), to.scales);
         } else if (convert) {
             convert(src.const_row(row), hidden, context, to);
         } else {

@@ -34,12 +34,16 @@ struct ColumnBuffer {
         }
     }
 
-    FP4COMM_AVX2 void copy_out(int count, uint8_t* out, int64_t stride) const {
+    FP4COMM_AVX2 void copy_out(int count, const TileTarget& target, int64_t first_column) const {
         for (int c = 0; c < kBlockSize; ++c) {
-            uint8_t* to = out + c * stride;
+            uint8_t* out = target.out + (first_column + c) * target.stride;
             int r = 0;
-            for (; r + 32 <= count; r += 32) store256(to + r, load256(codes[c] + r));
-            std::copy(codes[c] + r, codes[c] + count, to + r);
+            if (target.streaming && count == kRowTile && reinterpret_cast<uintptr_t>(out) % 64 == 0) {
+                for (; r < kRowTile; r += 32)
+                    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + r), load256(codes[c] + r));
+            }
+            for (; r + 32 <= count; r += 32) store256(out + r, load256(codes[c] + r));
+            std::copy(codes[c] + r, codes[c] + count, out + r);
         }
     }
 };
@@ -77,8 +81,7 @@ FP4COMM_AVX2 inline uint8_t tile_shift_indices(const TileRows& tile, int64_t blo
 
 }  // namespace
 
-FP4COMM_AVX2 void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, uint8_t* out, int64_t stride,
-                                    uint8_t* shared) {
+FP4COMM_AVX2 void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, const TileTarget& target, uint8_t* shared) {
     const Tables& t = tables();
     const int64_t first_block = columns.begin / kBlockSize;
     ColumnBuffer buffer;
@@ -95,18 +98,21 @@ FP4COMM_AVX2 void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, uint8
             }
             buffer.put(rows, first);
         }
-        buffer.copy_out(tile.count, out + b * kBlockSize * stride, stride);
+        buffer.copy_out(tile.count, target, b * kBlockSize);
     }
+    if (target.streaming) _mm_sfence();
 }
 
-FP4COMM_AVX2 uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out,
-                                     int64_t stride) {
+FP4COMM_AVX2 uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns,
+                                     const TileTarget& target) {
     const Tables& t = tables();
-    const int target = fp8_tile_target(tile, exponents, columns);
+    const int byte = fp8_tile_byte(tile, exponents, columns);
     int shift[kRowTile] = {};
+    bool any = false;  // decided for the tile: shifts that vary from row to row are badly predicted branches
     for (int r = 0; r < tile.count; ++r) {
-        // Rows above the target hold only zeros and NaN, which no shift changes.
-        shift[r] = std::clamp(target - int(exponents[r]), 0, Tables::kNumE4M3Shifts - 1);
+        // Rows above that hold only zeros and NaN, which no shift changes.
+        shift[r] = std::clamp(byte - int(exponents[r]), 0, Tables::kNumE4M3Shifts - 1);
+        any = any || shift[r] > 0;
     }
     ColumnBuffer buffer;
     for (int64_t c = 0; c < columns.count; c += kBlockSize) {
@@ -114,13 +120,14 @@ FP4COMM_AVX2 uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* expone
             __m256i rows[kStrip];
             for (int i = 0; i < kStrip; ++i) {
                 rows[i] = load256(tile.row[first + i].data + columns.begin + c);
-                if (shift[first + i] > 0) rows[i] = e4m3_shift32(rows[i], shift[first + i], t);
+                if (any) rows[i] = e4m3_shift32(rows[i], shift[first + i], t);
             }
             buffer.put(rows, first);
         }
-        buffer.copy_out(tile.count, out + c * stride, stride);
+        buffer.copy_out(tile.count, target, c);
     }
-    return uint8_t(target);
+    if (target.streaming) _mm_sfence();
+    return uint8_t(byte);
 }
 
 }  // namespace fp4comm::avx2

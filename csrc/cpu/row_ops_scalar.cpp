@@ -108,7 +108,7 @@ void dot(const float* a, const float* b, int64_t count, float* lanes) {
     for (int64_t j = 0; j < count; ++j) lanes[j % kDotLanes] += a[j] * b[j];
 }
 
-void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, uint8_t* out, int64_t stride, uint8_t* shared) {
+void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, const TileTarget& target, uint8_t* shared) {
     for (int64_t c = 0; c < columns.count; c += kBlockSize) {
         const int64_t block = (columns.begin + c) / kBlockSize;
         SharedScale scale;
@@ -119,7 +119,7 @@ void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, uint8_t* out, int6
         for (int r = 0; r < tile.count; ++r) {
             const ConstRow row = tile.row[r];
             for (int i = 0; i < kBlockSize; ++i) {
-                out[(c + i) * stride + r] =
+                target.out[(c + i) * target.stride + r] =
                     mxfp4_to_e4m3(e2m1_unpack(row.data, block * kBlockSize + i), row.scales[block], scale.byte());
             }
         }
@@ -127,16 +127,16 @@ void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, uint8_t* out, int6
     }
 }
 
-uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out, int64_t stride) {
-    const int target = fp8_tile_target(tile, exponents, columns);
+uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, const TileTarget& target) {
+    const int byte = fp8_tile_byte(tile, exponents, columns);
     for (int r = 0; r < tile.count; ++r) {
-        // Rows above the target hold only zeros and NaN, which no shift changes.
-        const int shift = std::min(int(exponents[r]) - target, 0);
+        // Rows above that hold only zeros and NaN, which no shift changes.
+        const int shift = std::min(int(exponents[r]) - byte, 0);
         for (int64_t c = 0; c < columns.count; ++c) {
-            out[c * stride + r] = e4m3_shift(tile.row[r].data[columns.begin + c], shift);
+            target.out[c * target.stride + r] = e4m3_shift(tile.row[r].data[columns.begin + c], shift);
         }
     }
-    return uint8_t(target);
+    return uint8_t(byte);
 }
 
 template <Kind kOut>
@@ -174,15 +174,15 @@ RowOps make_scalar_row_ops() {
 
 }  // namespace
 
-int fp8_tile_target(const TileRows& tile, const uint8_t* exponents, Columns columns) {
+int fp8_tile_byte(const TileRows& tile, const uint8_t* exponents, Columns columns) {
     const auto counts = [](uint8_t code) { return uint8_t((code & kE4M3Magnitude) - 1) < kE4M3Max; };
-    int target = 0;
+    int largest = 0;
     for (int r = 0; r < tile.count; ++r) {
-        if (exponents[r] <= target) continue;
+        if (exponents[r] <= largest) continue;
         const uint8_t* first = tile.row[r].data + columns.begin;
-        if (std::any_of(first, first + columns.count, counts)) target = exponents[r];
+        if (std::any_of(first, first + columns.count, counts)) largest = exponents[r];
     }
-    return target == 0 ? int(kE8M0One) : target;
+    return largest == 0 ? int(kE8M0One) : largest;
 }
 
 const RowOps& scalar_row_ops() {
