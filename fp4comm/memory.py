@@ -34,36 +34,40 @@ class Recycler:
         self.held_bytes = 0
         self._bytes_in_use = 0
         self._peak_bytes = 0
-        self._free: deque[mmap.mmap] = deque()  # oldest first
-        self._lock = threading.RLock()  # reentrant, as a garbage collection can give a block back at any time
+        self._free: list[mmap.mmap] = []  # oldest first
+        # A garbage collection can give a block back at any time, also within `take`. So that only appends here, which
+        # is atomic, and the accounting follows in the next `take`.
+        self._returned: deque[mmap.mmap] = deque()
+        self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> Tensor:
         """Uninitialised uint8 memory."""
-        size = _rounded(num_bytes)
         with self._lock:
-            block = min((block for block in self._free if size <= len(block) <= 2 * size), key=len, default=None)
-            if block is not None:
-                self._free.remove(block)
-            else:
-                # private, so that a forked child gets a copy of results rather than a hand on ours
-                block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                self.held_bytes += size
+            self._collect_returned()
+            block = self._free_block(_rounded(num_bytes))
             self._bytes_in_use += len(block)
             self._peak_bytes = max(self._peak_bytes, self._bytes_in_use)
-            self._trim()
+            while self._free and self.held_bytes > 2 * self._peak_bytes:
+                self.held_bytes -= len(self._free.pop(0))
         view = memoryview(block)
-        weakref.finalize(view, self._give_back, block).atexit = False
+        weakref.finalize(view, self._returned.append, block).atexit = False
         return torch.frombuffer(view, dtype=torch.uint8, count=num_bytes)
 
-    def _give_back(self, block: mmap.mmap) -> None:
-        with self._lock:
+    def _collect_returned(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
             self._bytes_in_use -= len(block)
             self._free.append(block)
-            self._trim()
 
-    def _trim(self) -> None:
-        while self._free and self.held_bytes > 2 * self._peak_bytes:
-            self.held_bytes -= len(self._free.popleft())
+    def _free_block(self, size: int) -> mmap.mmap:
+        fitting = [block for block in self._free if size <= len(block) <= 2 * size]
+        if fitting:
+            block = min(fitting, key=len)
+            self._free.remove(block)
+            return block
+        self.held_bytes += size
+        # private, so that a forked child gets a copy of results rather than a hand on ours
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _rounded(num_bytes: int) -> int:

@@ -100,7 +100,7 @@ def test_more_tokens_than_the_capacity() -> None:
     run_thread_ranks(run, 2)
 
 
-BAD_COMBINES: dict[str, tuple[Callable[[fp4comm.Received, fp4comm.Handle], tuple], dict[str, Any], str]] = {
+BAD_COMBINES: dict[str, tuple[Callable[[fp4comm.Received, fp4comm.Handle], tuple[Any, ...]], dict[str, Any], str]] = {
     "rows": (lambda recv, handle: (recv.x[:-1], handle), {}, "y is of shape"),
     "dtype": (lambda recv, handle: (recv.x.double(), handle), {}, "y is of dtype torch.float64"),
     "width": (lambda recv, handle: (recv.x[:, :32], handle), {}, "y is of shape"),
@@ -189,7 +189,9 @@ def test_ranks_that_disagree_in_a_call() -> None:
         with pytest.raises(InvalidArgument, match="gradient of x is false on rank 0, true on rank 1"):
             comm.dispatch(**(arguments | {"x": torch.ones(NUM_TOKENS, HIDDEN, requires_grad=comm.rank == 1)}))
         recv, handle = comm.dispatch(**arguments)
-        with pytest.raises(InvalidArgument, match="gradient of y or of the dispatch is false on rank 0, true on rank 1"):
+        with pytest.raises(
+            InvalidArgument, match="gradient of y or of the dispatch is false on rank 0, true on rank 1"
+        ):
             comm.combine(recv.x.clone().requires_grad_(comm.rank == 1), handle)
         with pytest.raises(InvalidArgument, match='operation is "combine" on rank 0, "dispatch" on rank 1'):
             comm.combine(recv.x, handle) if comm.rank == 0 else comm.dispatch(**arguments)

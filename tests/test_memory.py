@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 
@@ -66,6 +67,19 @@ def test_sizes_that_alternate_stay_in_their_blocks() -> None:
             seen.add(block.data_ptr())
             del block
     assert all(len(seen) == 1 for seen in addresses.values())
+
+
+def test_garbage_collection_may_give_blocks_back_while_one_is_taken() -> None:
+    """Blocks that only cycles hold come back whenever a collection runs, also in the middle of `take`."""
+    recycler = Recycler()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for size in range(300):
+            cycle: list[object] = [recycler.take((1 + size % 7) * MEGABYTE)]
+            cycle.append(cycle)
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_any_thread_may_take_and_drop() -> None:
