@@ -11,7 +11,13 @@ namespace {
 std::vector<const RowOps*> supported() {
     std::vector<const RowOps*> all{&scalar_row_ops()};
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) all.push_back(&avx2_row_ops());
+    // Each builds on the one before. The operating system's part, saving the registers, is in what these report.
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return all;
+    all.push_back(&avx2_row_ops());
+    const bool vbmi = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                      __builtin_cpu_supports("avx512vbmi");
+    if (vbmi) all.push_back(&avx512_row_ops());
 #endif
     return all;
 }

@@ -92,8 +92,7 @@ FP4COMM_AVX2 uint64_t bf16_to_mxfp4(const uint16_t* x, int num_groups, ScaleMode
             lowest16);
         const __m256i rounded =
             _mm256_and_si256(_mm256_add_epi16(amax, increment), _mm256_set1_epi16(int16_t(kInfinityBits >> 16)));
-        // A scale byte below 3 has no normal quarter.
-        const __m256i tiny = _mm256_and_si256(_mm256_cmpgt_epi16(_mm256_set1_epi16(5 << 7), rounded),
+        const __m256i tiny = _mm256_and_si256(_mm256_cmpgt_epi16(_mm256_set1_epi16((kMinScaleByte + 2) << 7), rounded),
                                               _mm256_cmpgt_epi16(amax, _mm256_setzero_si256()));
         const __m256i huge = _mm256_cmpgt_epi16(amax, _mm256_set1_epi16(0x7f7f));
         if (_mm256_movemask_epi8(_mm256_or_si256(tiny, huge))) {

@@ -1,9 +1,12 @@
-// What the SIMD loops from E4M3 codes to MXFP4 have in common.
+// What the SIMD inner loops that quantize to MXFP4 have in common.
 #pragma once
 
 #include "row_ops.h"
 
 namespace fp4comm {
+
+// From this scale byte on a quarter of the scale is a normal number.
+constexpr int kMinScaleByte = 3;
 
 // What is added to the code of the largest magnitude before it is cut to the exponent: scale_mode_increment in units of
 // the three mantissa bits.

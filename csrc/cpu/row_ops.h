@@ -91,6 +91,7 @@ struct RowOps {
 const RowOps& scalar_row_ops();
 #if defined(__x86_64__)
 const RowOps& avx2_row_ops();
+const RowOps& avx512_row_ops();
 #endif
 
 const RowOps& row_ops();  // those in use
