@@ -101,14 +101,18 @@ struct StoreSticky {
     FP4COMM_AVX2 void operator()(int64_t j, const Block16& v) const { StoreBF16{out}(j, v); }
 };
 
+// The random Hadamard transform first; `signs` of the blocks from j = 0 on.
+FP4COMM_AVX2 inline void rotate(BlockF32& v, uint32_t signs) {
+    flip_signs(v, signs);
+    hadamard_butterfly(v, 0.25f);
+}
+
 struct StoreRotatedSticky {
     static constexpr bool kTakesBF16 = false;
     uint16_t* out;
-    const Options& options;
-    int64_t begin;
+    const uint32_t* signs;
     FP4COMM_AVX2 void operator()(int64_t j, BlockF32 v) const {
-        flip_signs(v, hadamard_signs(options.seed, begin + j));
-        hadamard_butterfly(v, 0.25f);
+        rotate(v, signs[j / kBlockSize]);
         StoreSticky{out}(j, v);
     }
 };
@@ -154,6 +158,7 @@ struct StoreStochastic {
     const EncodeContext& context;
     int64_t begin;
     Row dst;
+    const uint32_t* signs;  // of the Hadamard transform, if there is one
 
     // Like e2m1_stochastic: steps of 0.5, 1 and 2 in the binades from 0 (to 2), 2 and 4; each begins two codes later.
     FP4COMM_AVX2 static __m256i codes8(__m256 y, __m128i random) {
@@ -171,10 +176,7 @@ struct StoreStochastic {
         const int64_t col = begin + j;
         uint8_t* packed = dst.data + col / 2;
         uint8_t& scale = dst.scales[col / kBlockSize];
-        if (options.hadamard) {
-            flip_signs(v, hadamard_signs(options.seed, col));
-            hadamard_butterfly(v, 0.25f);
-        }
+        if (signs) rotate(v, signs[j / kBlockSize]);
         const uint32_t amax = max_u32(_mm256_max_epu32(_mm256_max_epu32(magnitude(v.part[0]), magnitude(v.part[1])),
                                                        _mm256_max_epu32(magnitude(v.part[2]), magnitude(v.part[3]))));
         if (amax >= kInfinityBits) {

@@ -69,11 +69,15 @@ struct MXFP4Source {
     static constexpr Kind kKind = Kind::kMXFP4;
     static constexpr bool kMaybeBF16 = true;
     ConstRow row;
-    const Options& options;
+    int64_t begin;
+    const uint32_t* signs;  // of the Hadamard transform, if there is one
 
-    MXFP4Source(ConstRow r, Columns, const Options& o) : row(r), options(o) {}
+    MXFP4Source(ConstRow r, Columns group, const Options& options)
+        : row(r),
+          begin(group.begin),
+          signs(options.hadamard ? hadamard_signs_from(options.seed, begin, begin + group.count) : nullptr) {}
     bool regular() const { return true; }
-    bool is_bf16() const { return !options.hadamard; }
+    bool is_bf16() const { return !signs; }
 
     FP4COMM_AVX2 Block16 bf16(int64_t col) const {
         const Tables::HalfBytes& table = tables().bf16_of_mxfp4[row.scales[col / kBlockSize]];
@@ -86,9 +90,9 @@ struct MXFP4Source {
 
     FP4COMM_AVX2 BlockF32 floats(int64_t col) const {
         BlockF32 v = widen_bf16(bf16(col));
-        if (options.hadamard) {
+        if (signs) {
             hadamard_butterfly(v, 0.125f);
-            flip_signs(v, hadamard_signs(options.seed, col));
+            flip_signs(v, signs[(col - begin) / kBlockSize]);
             for (__m256& part : v.part) part = canonical(part);
         }
         return v;

@@ -123,50 +123,56 @@ int64_t fp8_columns(const Rows& src, int64_t hidden, const int64_t* src_row, con
 
 namespace {
 
-// Encodes 32 numbers code * 2^(byte - 127) of one column. fp32 overflows above byte 252, so the exponents are taken
-// relative to the largest one that counts, `top`, and added again in the scale.
-uint8_t encode_column_block(const uint8_t* codes, const uint8_t* bytes, int count, ScaleMode mode, uint8_t* packed) {
-    std::fill_n(packed, kBlockSize / 2, uint8_t(0));
-    int top = -1;
-    for (int r = 0; r < count; ++r) {
-        if (bytes[r] == kE8M0NaN) return uint8_t(kE8M0NaN);
-        if (codes[r] & 7) top = std::max(top, int(bytes[r]));
-    }
-    const auto relative = [&](int r) {
-        // Below 2^-100 of the largest number everything rounds to zero.
-        return mul_rn(e2m1_value(codes[r]), pow2(uint32_t(std::max(int(bytes[r]) - top, -100) + 127)));
-    };
-    int scale = 0;
-    float inverse = 1.0f;
-    if (top >= 0) {
-        uint32_t amax = 0;
-        for (int r = 0; r < count; ++r) {
-            if (codes[r] & 7) amax = std::max(amax, magnitude_bits(relative(r)));
-        }
-        const int exponent = int((amax + scale_mode_increment(mode)) >> 23) - 2 - 127;
-        scale = std::max(exponent + top, 0);
-        inverse = pow2(uint32_t(127 + top - scale));
-    }
-    for (int r = 0; r < count; ++r) {
-        const uint32_t code = codes[r] & 7 ? e2m1_encode(relative(r), inverse) : codes[r];
-        packed[r / 2] = uint8_t(packed[r / 2] | code << (r % 2 * 4));
-    }
-    return uint8_t(scale);
-}
+// Numbers of a tile in fp32, columns along the memory, and what becomes of them.
+struct Transposed {
+    alignas(64) float x[kGroupSize][kBlockSize];  // [column][row]
+    alignas(64) uint8_t packed[kGroupSize][kBlockSize / 2];
+    uint8_t scales[kGroupSize];
 
-// One block column (32 columns) of up to 32 rows.
-void mxfp4_columns_of_tile(const TileRows& tile, int64_t block, ScaleMode mode, uint8_t* packed, uint8_t* scales,
-                           int64_t num_blocks) {
-    uint8_t bytes[kBlockSize];
-    uint8_t codes[kBlockSize][kBlockSize];  // [column][row]
-    for (int r = 0; r < tile.count; ++r) {
-        const ConstRow row = tile.row[r];
-        bytes[r] = row.scales[block];
-        for (int c = 0; c < kBlockSize; ++c) codes[c][r] = uint8_t(e2m1_unpack(row.data, block * kBlockSize + c));
+    // `lowered`: how much is taken off the scale bytes of the rows.
+    void read(const TileRows& tile, Columns columns, uint8_t lowered) {
+        alignas(64) float row[kGroupSize];
+        for (int r = 0; r < kBlockSize; ++r) {
+            uint8_t bytes[kGroupSize / kBlockSize];
+            for (int64_t b = 0; b < columns.count / kBlockSize; ++b) {
+                const uint8_t byte = tile.row[r].scales[columns.begin / kBlockSize + b];
+                bytes[b] = byte == kE8M0NaN ? byte : uint8_t(std::max(byte, lowered) - lowered);
+            }
+            const ConstRow lower{tile.row[r].data + columns.begin / 2, bytes};
+            row_ops().decode[int(Kind::kMXFP4)](lower, {0, columns.count}, Options(), row);
+            for (int64_t c = 0; c < columns.count; ++c) x[c][r] = row[c];
+        }
     }
-    for (int c = 0; c < kBlockSize; ++c) {
-        scales[c * num_blocks] =
-            encode_column_block(codes[c], bytes, tile.count, mode, packed + c * num_blocks * (kBlockSize / 2));
+
+    void encode(int64_t num_columns, ScaleMode mode) {
+        Options options;
+        options.scale_mode = mode;
+        row_ops().encode[int(Kind::kMXFP4)](x[0], {0, num_columns * kBlockSize}, {options, 0, row_ops()},
+                                            {packed[0], scales});
+    }
+};
+
+// At most 128 columns of up to 32 rows. `num_blocks`: blocks of a column of the result, one after the other.
+void mxfp4_columns_of_tile(const TileRows& tile, Columns columns, ScaleMode mode, uint8_t* packed, uint8_t* scales,
+                           int64_t num_blocks) {
+    // 6 * 2^(byte - 127) overflows from byte 253 on, though its MXFP4 exists. Such columns are worked out again two
+    // binades lower, where only numbers get lost that vanish beside those.
+    constexpr uint8_t kLowered = 2;
+    Transposed exact;
+    exact.read(tile, columns, 0);
+    exact.encode(columns.count, mode);
+    const bool overflow =
+        std::any_of(exact.scales, exact.scales + columns.count, [](uint8_t s) { return s == kE8M0NaN; });
+    Transposed lower;
+    if (overflow) {
+        lower.read(tile, columns, kLowered);
+        lower.encode(columns.count, mode);
+    }
+    for (int64_t c = 0; c < columns.count; ++c) {
+        const bool use_lower = exact.scales[c] == kE8M0NaN && lower.scales[c] != kE8M0NaN;
+        scales[c * num_blocks] = use_lower ? uint8_t(lower.scales[c] + kLowered) : exact.scales[c];
+        std::copy_n(use_lower ? lower.packed[c] : exact.packed[c], kBlockSize / 2,
+                    packed + c * num_blocks * (kBlockSize / 2));
     }
 }
 
@@ -182,9 +188,10 @@ void mxfp4_columns(const Rows& src, int64_t hidden, const int64_t* src_row, cons
         for (int64_t b = 0; b < num_blocks; ++b) {
             const int64_t r = b * kBlockSize;
             const TileRows tile = source.tile(first + r, std::min<int64_t>(kBlockSize, size - r));
-            for (int64_t block = 0; block < hidden / kBlockSize; ++block) {
-                const int64_t at = block * kBlockSize * num_blocks + b;
-                mxfp4_columns_of_tile(tile, block, options.scale_mode, packed + at * (kBlockSize / 2), scales + at,
+            for (int64_t col = 0; col < hidden; col += kGroupSize) {
+                const Columns columns{col, std::min<int64_t>(kGroupSize, hidden - col)};
+                const int64_t at = col * num_blocks + b;
+                mxfp4_columns_of_tile(tile, columns, options.scale_mode, packed + at * (kBlockSize / 2), scales + at,
                                       num_blocks);
             }
         }

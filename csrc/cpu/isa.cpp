@@ -12,7 +12,8 @@ std::vector<const RowOps*> supported() {
     std::vector<const RowOps*> all{&scalar_row_ops()};
 #if defined(__x86_64__)
     // Each builds on the one before. The operating system's part, saving the registers, is in what these report.
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return all;
+    // Every processor with AVX2 has F16C, which older compilers cannot ask for.
+    if (!__builtin_cpu_supports("avx2")) return all;
     all.push_back(&avx2_row_ops());
     const bool vbmi = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&

@@ -96,16 +96,18 @@ uint64_t run_groups(const T* x, int64_t count, uint8_t* packed, uint8_t* scales,
 template <class Source>
 FP4COMM_AVX2 void write_mxfp4(ConstRow src, Columns columns, const EncodeContext& context, int64_t begin, Row dst) {
     const Options& options = context.options;
+    const uint32_t* signs =
+        options.hadamard ? hadamard_signs_from(options.seed, begin, begin + columns.count) : nullptr;
     if (options.rounding == Rounding::kStochastic) {
-        return stream<Source>(src, columns, options, StoreStochastic{context, begin, dst});
+        return stream<Source>(src, columns, options, StoreStochastic{context, begin, dst, signs});
     }
     alignas(32) uint16_t buffer[kChunk];
     for (int64_t j = 0; j < columns.count; j += kChunk) {
         const Columns chunk{columns.begin + j, std::min(kChunk, columns.count - j)};
         const int64_t col = begin + j;
         const uint16_t* x = buffer;
-        if (options.hadamard) {
-            stream<Source>(src, chunk, options, StoreRotatedSticky{buffer, options, col});
+        if (signs) {
+            stream<Source>(src, chunk, options, StoreRotatedSticky{buffer, signs + j / kBlockSize});
         } else if (Source::kKind == Kind::kBF16) {
             x = reinterpret_cast<const uint16_t*>(src.data) + chunk.begin;
         } else {

@@ -1,6 +1,7 @@
 #include "tables.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "fp4comm/half.h"
 
@@ -49,6 +50,17 @@ void fill_e4m3_shifts(Tables& t) {
 }
 
 }  // namespace
+
+const uint32_t* hadamard_signs_from(uint64_t seed, int64_t col, int64_t end) {
+    thread_local uint64_t kept_seed = 0;
+    thread_local std::vector<uint32_t> signs;
+    if (seed != kept_seed) signs.clear();
+    kept_seed = seed;
+    while (int64_t(signs.size()) * kBlockSize < end) {
+        signs.push_back(hadamard_signs(seed, int64_t(signs.size()) * kBlockSize));
+    }
+    return signs.data() + col / kBlockSize;
+}
 
 const Tables& tables() {
     static const Tables all = [] {

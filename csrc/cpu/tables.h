@@ -36,4 +36,7 @@ struct Tables {
 
 const Tables& tables();
 
+// hadamard_signs of the blocks from column `col` on, at least up to column `end`; valid until the thread asks again.
+const uint32_t* hadamard_signs_from(uint64_t seed, int64_t col, int64_t end);
+
 }  // namespace fp4comm
