@@ -80,7 +80,7 @@ struct MXFP4Source {
     bool is_bf16() const { return !signs; }
 
     FP4COMM_AVX2 Block16 bf16(int64_t col) const {
-        const Tables::HalfBytes& table = tables().bf16_of_mxfp4[row.scales[col / kBlockSize]];
+        const Tables::BF16Bytes& table = tables().bf16_of_mxfp4[row.scales[col / kBlockSize]];
         // Quarters 0, 2, 1, 3, so that interleaving within the lanes gives the elements in order.
         const __m256i codes = unpack_nibbles(_mm_shuffle_epi32(load128(row.data + col / 2), 0xd8));
         const __m256i low = _mm256_shuffle_epi8(broadcast128(table.low), codes);

@@ -39,8 +39,9 @@ struct ColumnBuffer {
             uint8_t* out = target.out + (first_column + c) * target.stride;
             int r = 0;
             if (target.streaming && count == kRowTile && reinterpret_cast<uintptr_t>(out) % 64 == 0) {
-                for (; r < kRowTile; r += 32)
+                for (; r < kRowTile; r += 32) {
                     _mm256_stream_si256(reinterpret_cast<__m256i*>(out + r), load256(codes[c] + r));
+                }
             }
             for (; r + 32 <= count; r += 32) store256(out + r, load256(codes[c] + r));
             std::copy(codes[c] + r, codes[c] + count, out + r);

@@ -7,18 +7,11 @@
 namespace fp4comm::avx2 {
 namespace {
 
-// Bits 64 i of a register, in the order of memory, belong to block kBlockOfQword[i] = {0, 2, 1, 3}.
-FP4COMM_AVX2 inline __m256i broadcast_block(__m256i qwords, int block) {
-    switch (block) {
-        case 0:
-            return _mm256_permute4x64_epi64(qwords, 0x00);
-        case 1:
-            return _mm256_permute4x64_epi64(qwords, 0xaa);
-        case 2:
-            return _mm256_permute4x64_epi64(qwords, 0x55);
-        default:
-            return _mm256_permute4x64_epi64(qwords, 0xff);
-    }
+// The 64-bit words of such a register belong to blocks 0, 2, 1 and 3.
+template <int kBlock>
+FP4COMM_AVX2 inline __m256i broadcast_block(__m256i words) {
+    constexpr int kWord = kBlock == 1 ? 2 : kBlock == 2 ? 1 : kBlock;
+    return _mm256_permute4x64_epi64(words, kWord * 0x55);
 }
 
 struct Max16 {
@@ -101,14 +94,37 @@ FP4COMM_AVX2 uint64_t bf16_to_mxfp4(const uint16_t* x, int num_groups, ScaleMode
         }
         const __m256i quarters = _mm256_subs_epu16(rounded, _mm256_set1_epi16(4 << 7));
         store_scales(scales, _mm256_subs_epu16(_mm256_srli_epi16(rounded, 7), _mm256_set1_epi16(2)));
-        for (int i = 0; i < 4; i += 2) {
-            const __m256i a = block_codes16(x + 32 * i, broadcast_block(quarters, i));
-            const __m256i b = block_codes16(x + 32 * i + 32, broadcast_block(quarters, i + 1));
-            store_packed(packed + 16 * i, a, b, order);
-        }
+        store_packed(packed, block_codes16(x, broadcast_block<0>(quarters)),
+                     block_codes16(x + 32, broadcast_block<1>(quarters)), order);
+        store_packed(packed + 32, block_codes16(x + 64, broadcast_block<2>(quarters)),
+                     block_codes16(x + 96, broadcast_block<3>(quarters)), order);
     }
     return left;
 }
+
+namespace {
+
+struct E2M1OfE4M3 {
+    // Codes less 1, from half of the scale on; the step at a quarter is a comparison.
+    __m256i first_16, last_16;
+
+    FP4COMM_AVX2 E2M1OfE4M3() {
+        const uint8_t* from_half = tables().e2m1_above_quarter + 8;
+        first_16 = _mm256_sub_epi8(broadcast128(from_half), _mm256_set1_epi8(1));
+        last_16 = _mm256_sub_epi8(broadcast128(from_half + 16), _mm256_set1_epi8(1));
+    }
+
+    // E2M1 codes, sign included, of the block of E4M3 codes.
+    FP4COMM_AVX2 __m256i operator()(__m256i codes, __m256i quarter) const {
+        const __m256i magnitude = _mm256_and_si256(codes, _mm256_set1_epi8(kE4M3Magnitude));
+        const __m256i distance = _mm256_subs_epu8(magnitude, _mm256_add_epi8(quarter, _mm256_set1_epi8(8)));
+        const __m256i less_one = _mm256_or_si256(lookup16(first_16, distance, 0), lookup16(last_16, distance, 16));
+        const __m256i code = _mm256_sub_epi8(less_one, _mm256_cmpgt_epi8(magnitude, quarter));
+        return _mm256_or_si256(code, e2m1_sign_of_e4m3(codes));
+    }
+};
+
+}  // namespace
 
 FP4COMM_AVX2 uint64_t e4m3_to_mxfp4(const uint8_t* codes, const uint8_t* group_bytes, int num_groups, ScaleMode mode,
                                     uint8_t* packed, uint8_t* scales) {
@@ -116,25 +132,20 @@ FP4COMM_AVX2 uint64_t e4m3_to_mxfp4(const uint8_t* codes, const uint8_t* group_b
     const __m256i mask = _mm256_set1_epi8(kE4M3Magnitude);
     const __m256i lowest8 = broadcast128_of(_mm_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 8, 8, 8, 8, 8, 8, 8, 8));
     const __m256i order = _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7);
-    // Codes less 1, from half of the scale on; the step at a quarter is a comparison.
-    const __m256i minus_one = _mm256_set1_epi8(-1);
-    const uint8_t* from_half = tables().e2m1_above_quarter + 8;
-    const __m256i first_codes = _mm256_add_epi8(broadcast128(from_half), minus_one);
-    const __m256i last_codes = _mm256_add_epi8(broadcast128(from_half + 16), minus_one);
+    const E2M1OfE4M3 e2m1;
     uint64_t left = 0;
     for (int g = 0; g < num_groups; ++g, codes += kGroupSize, packed += kGroupSize / 2, scales += 4) {
-        __m256i v[4];
-        __m256i magnitude[4];
-        for (int i = 0; i < 4; ++i) {
-            v[i] = load256(codes + 32 * i);
-            magnitude[i] = _mm256_and_si256(v[i], mask);
-        }
-        __m256i amax = max_of_each<Max8>(magnitude[0], magnitude[1], magnitude[2], magnitude[3]);
+        const __m256i v0 = load256(codes);
+        const __m256i v1 = load256(codes + 32);
+        const __m256i v2 = load256(codes + 64);
+        const __m256i v3 = load256(codes + 96);
+        __m256i amax = max_of_each<Max8>(_mm256_and_si256(v0, mask), _mm256_and_si256(v1, mask),
+                                         _mm256_and_si256(v2, mask), _mm256_and_si256(v3, mask));
         amax = _mm256_shuffle_epi8(_mm256_max_epu8(amax, _mm256_srli_epi64(amax, 8)), lowest8);
         const __m256i rounded = _mm256_and_si256(_mm256_add_epi8(amax, increment), _mm256_set1_epi8(int8_t(0xf8)));
         const __m256i zero = _mm256_cmpeq_epi8(amax, _mm256_setzero_si256());
-        const __m256i small = _mm256_cmpeq_epi8(_mm256_max_epu8(rounded, _mm256_set1_epi8(kMinRoundedAmax)), rounded);
-        const __m256i usual = _mm256_andnot_si256(_mm256_cmpeq_epi8(amax, mask), _mm256_or_si256(small, zero));
+        const __m256i normal = _mm256_cmpeq_epi8(_mm256_max_epu8(rounded, _mm256_set1_epi8(kMinRoundedAmax)), rounded);
+        const __m256i usual = _mm256_andnot_si256(_mm256_cmpeq_epi8(amax, mask), _mm256_or_si256(normal, zero));
         const int group_byte = group_bytes[g];
         if (group_byte < kMinGroupByte || group_byte > kMaxGroupByte || _mm256_movemask_epi8(usual) != -1) {
             left |= uint64_t(1) << g;
@@ -144,16 +155,9 @@ FP4COMM_AVX2 uint64_t e4m3_to_mxfp4(const uint8_t* codes, const uint8_t* group_b
         const __m256i bytes = _mm256_add_epi8(exponents, _mm256_set1_epi8(int8_t(group_byte - 9)));
         store_scales(scales, _mm256_andnot_si256(zero, bytes));
         const __m256i quarters = _mm256_subs_epu8(rounded, _mm256_set1_epi8(32));
-        for (int i = 0; i < 4; ++i) {
-            const __m256i quarter = broadcast_block(quarters, i);
-            const __m256i distance = _mm256_subs_epu8(magnitude[i], _mm256_add_epi8(quarter, _mm256_set1_epi8(8)));
-            const __m256i less_one =
-                _mm256_or_si256(lookup16(first_codes, distance, 0), lookup16(last_codes, distance, 16));
-            const __m256i e2m1 = _mm256_sub_epi8(less_one, _mm256_cmpgt_epi8(magnitude[i], quarter));
-            v[i] = _mm256_or_si256(e2m1, e2m1_sign_of_e4m3(v[i]));
-        }
-        store_packed(packed, v[0], v[1], order);
-        store_packed(packed + 32, v[2], v[3], order);
+        store_packed(packed, e2m1(v0, broadcast_block<0>(quarters)), e2m1(v1, broadcast_block<1>(quarters)), order);
+        store_packed(packed + 32, e2m1(v2, broadcast_block<2>(quarters)), e2m1(v3, broadcast_block<3>(quarters)),
+                     order);
     }
     return left;
 }

@@ -8,16 +8,12 @@
 namespace fp4comm {
 namespace {
 
-void fill_mxfp4_values(Tables& t) {
+void fill_bf16_of_mxfp4(Tables& t) {
     for (uint32_t byte = 0; byte < 256; ++byte) {
         for (uint32_t code = 0; code < 16; ++code) {
-            const float value = mxfp4_value(code, e8m0_value(byte));
-            const uint16_t bf16 = bf16_nearest(value);
-            const uint16_t f16 = f16_nearest(value);
+            const uint16_t bf16 = bf16_nearest(mxfp4_value(code, e8m0_value(byte)));
             t.bf16_of_mxfp4[byte].low[code] = uint8_t(bf16);
             t.bf16_of_mxfp4[byte].high[code] = uint8_t(bf16 >> 8);
-            t.f16_of_mxfp4[byte].low[code] = uint8_t(f16);
-            t.f16_of_mxfp4[byte].high[code] = uint8_t(f16 >> 8);
         }
     }
 }
@@ -65,7 +61,7 @@ const uint32_t* hadamard_signs_from(uint64_t seed, int64_t col, int64_t end) {
 const Tables& tables() {
     static const Tables all = [] {
         Tables t{};
-        fill_mxfp4_values(t);
+        fill_bf16_of_mxfp4(t);
         fill_e4m3_of_e2m1(t);
         fill_e2m1_above_quarter(t);
         fill_e4m3_shifts(t);

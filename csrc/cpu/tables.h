@@ -13,13 +13,12 @@ struct Tables {
     static constexpr int kNumE2M1Shifts = kMaxE2M1Shift - kMinE2M1Shift + 1;
     alignas(16) uint8_t e4m3_of_e2m1[kNumE2M1Shifts + 1][16];
 
-    // E2M1 code under a scale byte as the low and high byte of a BF16 or FP16.
-    struct HalfBytes {
+    // E2M1 code under a scale byte as the low and high byte of a BF16.
+    struct BF16Bytes {
         alignas(32) uint8_t low[16];
         uint8_t high[16];
     };
-    HalfBytes bf16_of_mxfp4[256];
-    HalfBytes f16_of_mxfp4[256];
+    BF16Bytes bf16_of_mxfp4[256];
 
     // E2M1 code of the E4M3 number j codes above a quarter of the scale, where those are normal numbers.
     alignas(64) uint8_t e2m1_above_quarter[64];
