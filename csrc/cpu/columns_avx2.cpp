@@ -22,32 +22,14 @@ FP4COMM_AVX2 inline void transpose16x16(__m256i rows[kStrip]) {
     }
 }
 
-// 32 columns of a tile, columns along the memory, on their way to the result.
-struct ColumnBuffer {
-    alignas(64) uint8_t codes[kBlockSize][kRowTile];
-
-    FP4COMM_AVX2 void put(__m256i rows[kStrip], int first_row) {
-        transpose16x16(rows);
-        for (int c = 0; c < kStrip; ++c) {
-            store128(codes[c] + first_row, _mm256_castsi256_si128(rows[c]));
-            store128(codes[c + kStrip] + first_row, high128(rows[c]));
-        }
+// 16 rows of 32 columns to the columns from `out` on.
+FP4COMM_AVX2 inline void store_transposed(__m256i rows[kStrip], uint8_t* out, int64_t stride) {
+    transpose16x16(rows);
+    for (int c = 0; c < kStrip; ++c) {
+        store128(out + c * stride, _mm256_castsi256_si128(rows[c]));
+        store128(out + (c + kStrip) * stride, high128(rows[c]));
     }
-
-    FP4COMM_AVX2 void copy_out(int count, const TileTarget& target, int64_t first_column) const {
-        for (int c = 0; c < kBlockSize; ++c) {
-            uint8_t* out = target.out + (first_column + c) * target.stride;
-            int r = 0;
-            if (target.streaming && count == kRowTile && reinterpret_cast<uintptr_t>(out) % 64 == 0) {
-                for (; r < kRowTile; r += 32) {
-                    _mm256_stream_si256(reinterpret_cast<__m256i*>(out + r), load256(codes[c] + r));
-                }
-            }
-            for (; r + 32 <= count; r += 32) store256(out + r, load256(codes[c] + r));
-            std::copy(codes[c] + r, codes[c] + count, out + r);
-        }
-    }
-};
+}
 
 // E4M3 codes times 2^-shift. Where the result is normal that is code - 8 * shift; the table has the rest.
 FP4COMM_AVX2 inline __m256i e4m3_shift32(__m256i codes, int shift, const Tables& t) {
@@ -82,10 +64,10 @@ FP4COMM_AVX2 inline uint8_t tile_shift_indices(const TileRows& tile, int64_t blo
 
 }  // namespace
 
-FP4COMM_AVX2 void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, const TileTarget& target, uint8_t* shared) {
+FP4COMM_AVX2 void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, uint8_t* out, int64_t stride,
+                                    uint8_t* shared) {
     const Tables& t = tables();
     const int64_t first_block = columns.begin / kBlockSize;
-    ColumnBuffer buffer;
     for (int64_t b = 0; b < columns.count / kBlockSize; ++b) {
         const int64_t block = first_block + b;
         alignas(32) uint8_t index[kRowTile];
@@ -97,15 +79,13 @@ FP4COMM_AVX2 void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, const
                 const __m256i table = broadcast128(t.e4m3_of_e2m1[index[first + i]]);
                 rows[i] = _mm256_shuffle_epi8(table, unpack_nibbles(nibbles));
             }
-            buffer.put(rows, first);
+            store_transposed(rows, out + b * kBlockSize * stride + first, stride);
         }
-        buffer.copy_out(tile.count, target, b * kBlockSize);
     }
-    if (target.streaming) _mm_sfence();
 }
 
-FP4COMM_AVX2 uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns,
-                                     const TileTarget& target) {
+FP4COMM_AVX2 uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out,
+                                     int64_t stride) {
     const Tables& t = tables();
     const int byte = fp8_tile_byte(tile, exponents, columns);
     int shift[kRowTile] = {};
@@ -115,7 +95,6 @@ FP4COMM_AVX2 uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* expone
         shift[r] = std::clamp(byte - int(exponents[r]), 0, Tables::kNumE4M3Shifts - 1);
         any = any || shift[r] > 0;
     }
-    ColumnBuffer buffer;
     for (int64_t c = 0; c < columns.count; c += kBlockSize) {
         for (int first = 0; first < tile.count; first += kStrip) {
             __m256i rows[kStrip];
@@ -123,11 +102,9 @@ FP4COMM_AVX2 uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* expone
                 rows[i] = load256(tile.row[first + i].data + columns.begin + c);
                 if (any) rows[i] = e4m3_shift32(rows[i], shift[first + i], t);
             }
-            buffer.put(rows, first);
+            store_transposed(rows, out + c * stride + first, stride);
         }
-        buffer.copy_out(tile.count, target, c);
     }
-    if (target.streaming) _mm_sfence();
     return uint8_t(byte);
 }
 

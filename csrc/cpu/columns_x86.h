@@ -5,7 +5,7 @@
 
 namespace fp4comm::avx2 {
 
-void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, const TileTarget& target, uint8_t* shared);
-uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, const TileTarget& target);
+void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, uint8_t* out, int64_t stride, uint8_t* shared);
+uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out, int64_t stride);
 
 }  // namespace fp4comm::avx2

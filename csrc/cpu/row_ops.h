@@ -54,13 +54,6 @@ struct TileRows {
     int count;
 };
 
-// Where a tile goes: column c of it to out + c * stride.
-struct TileTarget {
-    uint8_t* out;
-    int64_t stride;
-    bool streaming;  // write whole lines past the caches
-};
-
 // Scale byte of the tile: the largest of the rows with a number other than zero and NaN in these columns, else 127.
 int fp8_tile_byte(const TileRows& tile, const uint8_t* exponents, Columns columns);
 
@@ -72,11 +65,12 @@ struct RowOps {
     AccumulateFn accumulate[kNumKinds];       // null: decode, then add
     // Element j of the operands goes to lane j % 32, product and sum rounded each.
     void (*dot)(const float* a, const float* b, int64_t count, float* lanes);
-    // At most 128 MXFP4 columns of a tile to FP8; shared[c / 32] is the scale byte of column c.
-    void (*mxfp4_tile_to_fp8)(const TileRows& tile, Columns columns, const TileTarget& target, uint8_t* shared);
+    // At most 128 MXFP4 columns of a tile to FP8, column c to out + c * stride, where there is room for rows up to the
+    // next multiple of 16; shared[c / 32] is the scale byte of column c.
+    void (*mxfp4_tile_to_fp8)(const TileRows& tile, Columns columns, uint8_t* out, int64_t stride, uint8_t* shared);
     // The same for FP8 rows; exponents[r] is the scale byte of row r. Returns the scale byte.
-    uint8_t (*fp8_tile_to_fp8)(const TileRows& tile, const uint8_t* exponents, Columns columns,
-                               const TileTarget& target);
+    uint8_t (*fp8_tile_to_fp8)(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out,
+                               int64_t stride);
 
     // Inner loops of the SIMD encoders: nearest rounding, whole groups of 128, at most 64 of them. Bit g of the result
     // is set where group g holds something rare (NaN, Inf, numbers near the end of the range) and was left undone.

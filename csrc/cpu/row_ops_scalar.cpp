@@ -108,7 +108,7 @@ void dot(const float* a, const float* b, int64_t count, float* lanes) {
     for (int64_t j = 0; j < count; ++j) lanes[j % kDotLanes] += a[j] * b[j];
 }
 
-void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, const TileTarget& target, uint8_t* shared) {
+void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, uint8_t* out, int64_t stride, uint8_t* shared) {
     for (int64_t c = 0; c < columns.count; c += kBlockSize) {
         const int64_t block = (columns.begin + c) / kBlockSize;
         SharedScale scale;
@@ -119,7 +119,7 @@ void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, const TileTarget& 
         for (int r = 0; r < tile.count; ++r) {
             const ConstRow row = tile.row[r];
             for (int i = 0; i < kBlockSize; ++i) {
-                target.out[(c + i) * target.stride + r] =
+                out[(c + i) * stride + r] =
                     mxfp4_to_e4m3(e2m1_unpack(row.data, block * kBlockSize + i), row.scales[block], scale.byte());
             }
         }
@@ -127,13 +127,13 @@ void mxfp4_tile_to_fp8(const TileRows& tile, Columns columns, const TileTarget& 
     }
 }
 
-uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, const TileTarget& target) {
+uint8_t fp8_tile_to_fp8(const TileRows& tile, const uint8_t* exponents, Columns columns, uint8_t* out, int64_t stride) {
     const int byte = fp8_tile_byte(tile, exponents, columns);
     for (int r = 0; r < tile.count; ++r) {
         // Rows above that hold only zeros and NaN, which no shift changes.
         const int shift = std::min(int(exponents[r]) - byte, 0);
         for (int64_t c = 0; c < columns.count; ++c) {
-            target.out[c * target.stride + r] = e4m3_shift(tile.row[r].data[columns.begin + c], shift);
+            out[c * stride + r] = e4m3_shift(tile.row[r].data[columns.begin + c], shift);
         }
     }
     return uint8_t(byte);
