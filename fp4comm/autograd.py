@@ -11,7 +11,6 @@ grad_combine, so neither needs a message of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,32 +20,14 @@ from torch.autograd.function import once_differentiable
 from .backends import Rows
 from .exchange import Exchange, WireRows
 from .memory import empty
-from .routing import NewRoutes, Routing
-
-
-@dataclass(eq=False)
-class DispatchCall:
-    """What one dispatch needs besides its differentiable inputs, and what it leaves besides its outputs.
-
-    Attributes:
-        exchange: moves the rows.
-        routes: new ones, or the routing of an earlier dispatch.
-        source: the rows of x, of any kind.
-        out_dtype: dtype of recv_x; None = no recv_x.
-        arrived: the received rows, set by the dispatch.
-        routing: the routing, complete, set by the dispatch.
-    """
-
-    exchange: Exchange
-    routes: NewRoutes | Routing
-    source: Rows
-    out_dtype: torch.dtype | None
-    arrived: WireRows | None = None
-    routing: Routing | None = None
+from .routing import Routing
 
 
 class Dispatch(torch.autograd.Function):
-    """`(x, topk_weights, call) -> (recv_x, recv_topk_weights, anchor)`.
+    """`(x, topk_weights, exchange, arrived, routing, dtype) -> (recv_x, recv_topk_weights, anchor)`.
+
+    The rows have travelled already (`arrived`), since only the unpacking makes something that autograd must know.
+    x and topk_weights are there for their gradients; dtype None = no recv_x.
 
     `anchor` is a scalar that combine takes as an input. It ties the backward of this dispatch to the backward of its
     combine on every rank, also on one whose experts got no rows and so left the graph unconnected: backward
@@ -55,20 +36,25 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor | None, topk_weights: Tensor | None, call: DispatchCall
+        ctx: Any,
+        x: Tensor | None,
+        topk_weights: Tensor | None,
+        exchange: Exchange,
+        arrived: WireRows,
+        routing: Routing,
+        dtype: torch.dtype | None,
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        exchange, routes = call.exchange, call.routes
-        arrived = exchange.to_experts("dispatch", call.source, routes, topk_weights)
-        routing = exchange.read_routing(arrived, routes) if isinstance(routes, NewRoutes) else routes
-        call.arrived, call.routing = arrived, routing
         ctx.exchange, ctx.routing = exchange, routing
         ctx.x_dtype = torch.float32 if x is None else x.dtype
         ctx.set_materialize_grads(False)
-        recv_x = None
-        if call.out_dtype is not None:
-            recv_x = empty((routing.num_rows, exchange.hidden), call.out_dtype)
+        recv_topk_weights, recv_x = routing.weights_for_experts(), None
+        if dtype is not None:
+            recv_x = empty((routing.num_rows, exchange.hidden), dtype)
             exchange.unpack("dispatch", arrived, Rows.of(recv_x), routing.source_rows)
-        return recv_x, routing.weights_for_experts(), torch.zeros(())
+        needs_x, needs_weights, *_ = ctx.needs_input_grad
+        constant = [recv_x] * (not needs_x and recv_x is not None) + [recv_topk_weights] * (not needs_weights)
+        ctx.mark_non_differentiable(*constant)
+        return recv_x, recv_topk_weights, torch.zeros(())
 
     @staticmethod
     @once_differentiable
@@ -85,7 +71,7 @@ class Dispatch(torch.autograd.Function):
         grad_x = empty((routing.plan.num_tokens, exchange.hidden), ctx.x_dtype)
         rows = Rows.of(grad_recv_x)
         grad_topk_weights = exchange.to_tokens("grad_combine", rows, routing, grad_x, slot_values=slot_grads)
-        return grad_x if ctx.needs_input_grad[0] else None, grad_topk_weights, None
+        return grad_x if ctx.needs_input_grad[0] else None, grad_topk_weights, None, None, None, None
 
 
 class Combine(torch.autograd.Function):
@@ -93,21 +79,21 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, recv_topk_weights: Tensor | None, _anchor: Tensor, exchange: Exchange, routing: Routing
+        ctx: Any, y: Tensor, recv_topk_weights: Tensor | None, anchor: Tensor, exchange: Exchange, routing: Routing
     ) -> Tensor:
         is_weighted = recv_topk_weights is not None
         combined_x = empty((routing.plan.num_tokens, exchange.hidden), y.dtype)
         exchange.to_tokens("combine", Rows.of(y), routing, combined_x, is_weighted)
         ctx.exchange, ctx.routing, ctx.y_dtype = exchange, routing, y.dtype
         # only the gradient of the weights needs y
-        ctx.save_for_backward(y if is_weighted and ctx.needs_input_grad[1] else None, recv_topk_weights)
+        ctx.save_for_backward(y if is_weighted and ctx.needs_input_grad[1] else None, recv_topk_weights, anchor)
         return combined_x
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         exchange, routing = ctx.exchange, ctx.routing
-        y, recv_topk_weights = ctx.saved_tensors
+        y, recv_topk_weights, _ = ctx.saved_tensors
         arrived = exchange.to_experts("grad_dispatch", Rows.of(grad_out), routing)
         grad_y = grad_weights = None
         if ctx.needs_input_grad[0]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import checks
 from .agreement import agree
-from .autograd import Combine, Dispatch, DispatchCall
+from .autograd import Combine, Dispatch
 from .backends import Rows, backend_for
 from .codec import FP8Columns, FP8Tensor, MXFP4Tensor
 from .errors import ClosedError, InvalidArgument
@@ -245,7 +245,9 @@ class EPCommunicator:
             checks.check_dispatch(self, x, topk_idx, topk_weights, handle, layout, out)
             facts = checks.dispatch_facts(x, topk_idx, topk_weights, handle, layout, out)
             if topk_idx is not None:
-                plan = plan_send(topk_idx.contiguous(), self.num_experts, self.num_ranks)
+                plan = plan_send(
+                    topk_idx.clone(memory_format=torch.contiguous_format), self.num_experts, self.num_ranks
+                )
         except Exception as raised:  # whatever it is, the other ranks must not wait for this one
             error = raised
         if handle is not None:
@@ -277,16 +279,16 @@ class EPCommunicator:
         else:
             differentiable, source, dtype = x, Rows.of(x), x.dtype
         dtype = out if isinstance(out, torch.dtype) else dtype
-        call = DispatchCall(self._exchange, routes, source, None if out == "fp8" else dtype)
         weights = None if topk_weights is None else topk_weights.contiguous()
-        recv_x, recv_topk_weights, anchor = Dispatch.apply(differentiable, weights, call)
-        assert call.routing is not None
-        assert call.arrived is not None
+        arrived = self._exchange.to_experts("dispatch", source, routes, weights)
+        routing = self._exchange.read_routing(arrived, routes) if isinstance(routes, NewRoutes) else routes
+        recv_x, recv_topk_weights, anchor = Dispatch.apply(
+            differentiable, topk_weights, self._exchange, arrived, routing, None if out == "fp8" else dtype
+        )
         if out == "fp8":
-            recv_x = FP8Tensor.empty(call.routing.num_rows, self.hidden)
-            self._exchange.unpack("dispatch", call.arrived, recv_x._rows, call.routing.source_rows)
-        received = Received(recv_x, recv_topk_weights, call.routing, call.arrived)
-        return received, Handle(call.routing, recv_topk_weights, anchor, self)
+            recv_x = FP8Tensor.empty(routing.num_rows, self.hidden)
+            self._exchange.unpack("dispatch", arrived, recv_x._rows, routing.source_rows)
+        return Received(recv_x, recv_topk_weights, routing, arrived), Handle(routing, recv_topk_weights, anchor, self)
 
     def combine(self, y: Tensor, handle: Handle, *, apply_weights: bool | None = None) -> Tensor:
         """Brings the experts' results home and sums them per token, in float32 and in a fixed order.
@@ -307,24 +309,32 @@ class EPCommunicator:
         """
         self._check_open()
         facts: dict[str, object] = {}
-        error = None
+        error, has_gradient = None, False
         try:
             checks.check_combine(self, y, handle, apply_weights)
             apply_weights = handle.routing.layout == "expert" if apply_weights is None else apply_weights
             facts = checks.combine_facts(y, handle, apply_weights)
+            has_gradient = torch.is_grad_enabled() and (y.requires_grad or handle.anchor.requires_grad)
         except Exception as raised:  # whatever it is, the other ranks must not wait for this one
             error = raised
-        self._agree("combine", facts, error)
+        any_gradient = self._agree("combine", facts, error, has_gradient)
         weights = handle.topk_weights if apply_weights else None
-        combined_x: Tensor = Combine.apply(y, weights, handle.anchor, self._exchange, handle.routing)
+        anchor = handle.anchor
+        if any_gradient and not anchor.requires_grad:
+            anchor = torch.zeros((), requires_grad=True)  # backward is collective: a rank without rows takes part
+        combined_x: Tensor = Combine.apply(y, weights, anchor, self._exchange, handle.routing)
         return combined_x
 
-    def _agree(self, operation: str, facts: dict[str, object], error: Exception | None) -> None:
-        """Compares the arguments of a call whose row counts are known already, if that is wanted."""
+    def _agree(self, operation: str, facts: dict[str, object], error: Exception | None, flag: bool = False) -> bool:
+        """Compares the arguments of a call whose row counts are known already, if that is wanted.
+
+        Returns whether `flag` is set on any rank.
+        """
         if self.check_inputs:
-            agree(self._transport, operation, facts, error)
-        elif error is not None:
+            return bool(agree(self._transport, operation, facts, error, torch.full((self.num_ranks,), int(flag))).any())
+        if error is not None:
             raise error
+        return flag
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -194,7 +194,7 @@ class Exchange:
         if self.transport.num_ranks == 1:
             return send
         received = self._wire_rows(leg_name, sum(rows_from_rank), send.num_topk)
-        self.transport.exchange(_split(send.buffer, rows_to_rank), _split(received.buffer, rows_from_rank))
+        self.transport.exchange(_split(send.buffer, rows_to_rank), _split(received.buffer, rows_from_rank), leg_name)
         num_remote_rows = sum(rows_to_rank) - rows_to_rank[self.transport.rank]
         self.traffic[leg_name] += num_remote_rows * send.buffer.shape[1]
         return received

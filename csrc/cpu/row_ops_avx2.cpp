@@ -223,10 +223,14 @@ void fp8_to_mxfp4(ConstRow src, int64_t hidden, const EncodeContext& context, Ro
             return context.ops.e4m3_to_mxfp4(from, bytes + first, num_groups, options.scale_mode, packed, scales);
         };
         uint64_t left = run_groups(src.data + col, chunk.count, dst.data + col / 2, dst.scales + col / kBlockSize, run);
-        for (; left != 0; left &= left - 1) {
-            const int64_t begin = col + __builtin_ctzll(left) * kGroupSize;
-            const Columns group{begin, std::min<int64_t>(kGroupSize, hidden - begin)};
-            write_mxfp4<FP8Source<kIn>>(src, group, context, begin, dst);
+        while (left != 0) {  // neighbours together: with scales of another kind that is all of them
+            const int first = __builtin_ctzll(left);
+            const uint64_t others = ~(left >> first);
+            const int num_groups = others == 0 ? 64 : __builtin_ctzll(others);
+            const int64_t begin = col + first * kGroupSize;
+            const Columns groups{begin, std::min<int64_t>(num_groups * kGroupSize, hidden - begin)};
+            write_mxfp4<FP8Source<kIn>>(src, groups, context, begin, dst);
+            left = first + num_groups < 64 ? left >> (first + num_groups) << (first + num_groups) : 0;
         }
     }
 }

@@ -9,7 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ClosedError
+from ..errors import ClosedError, Fp4CommError, TransportError
+
+PURPOSES = ("agreement", "dispatch", "combine", "grad_dispatch", "grad_combine")
+MAX_TAG = 2**15  # what every MPI has
 
 
 class Transport(ABC):
@@ -28,14 +31,17 @@ class Transport(ABC):
         self.rank = rank
         self.num_ranks = num_ranks
         self.timeout_secs = timeout_secs
+        self._count = 0
+        self._tag = 0  # of this exchange, so that calls that differ between ranks never match
         self._unusable = ""  # why the transport can't be used any more; empty while it can
 
-    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], purpose: str = "agreement") -> None:
         """Sends `outgoing[r]` to every rank r and fills `incoming[r]` from it; returns when all of that is done.
 
         Args:
             outgoing: per rank a contiguous uint8 tensor. Empty ones are not sent.
             incoming: per rank a contiguous uint8 tensor of the size that rank r sends here.
+            purpose: one of PURPOSES; ranks with different ones wait for each other in vain instead of mixing data up.
 
         Raises:
             TransportError: a rank did not answer within `timeout_secs`; the transport can't be used after that.
@@ -45,8 +51,17 @@ class Transport(ABC):
             raise ClosedError(f"the {self.name} transport can't be used: {self._unusable}")
         # NumPy, since torch splits a large copy over threads, for which ranks that share cores wait
         np.copyto(incoming[self.rank].numpy(), outgoing[self.rank].numpy())
-        if self.num_ranks > 1:
+        if self.num_ranks == 1:
+            return
+        self._count += 1
+        self._tag = (len(PURPOSES) * self._count + PURPOSES.index(purpose)) % MAX_TAG
+        try:
             self._exchange_with_peers(outgoing, incoming)
+        except BaseException as error:  # an interrupt too: messages are still on their way
+            self._unusable = self._unusable or f"an exchange was broken off by {type(error).__name__}"
+            if isinstance(error, RuntimeError) and not isinstance(error, Fp4CommError):  # gloo's, MPI's
+                raise TransportError(f"rank {self.rank}: {purpose} over {self.name} failed: {error}") from error
+            raise
 
     @abstractmethod
     def _exchange_with_peers(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:

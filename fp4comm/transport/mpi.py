@@ -58,13 +58,18 @@ class MPITransport(Transport):
         receives, sends = [], []
         for distance in range(1, self.num_ranks):
             source = (self.rank - distance) % self.num_ranks
-            receives += [(source, self._comm.Irecv(piece, source)) for piece in _pieces(incoming[source])]
+            receives += [(source, self._comm.Irecv(piece, source, self._tag)) for piece in _pieces(incoming[source])]
         for distance in range(1, self.num_ranks):
             target = (self.rank + distance) % self.num_ranks
-            sends += [(target, self._comm.Isend(piece, target)) for piece in _pieces(outgoing[target])]
-        self._wait(receives + sends, (outgoing, incoming))
+            sends += [(target, self._comm.Isend(piece, target, self._tag)) for piece in _pieces(outgoing[target])]
+        requests = receives + sends
+        try:
+            self._wait(requests)
+        except BaseException:
+            self._abandoned.append((requests, outgoing, incoming))
+            raise
 
-    def _wait(self, requests: list[tuple[int, MPI.Request]], buffers: object) -> None:
+    def _wait(self, requests: list[tuple[int, MPI.Request]]) -> None:
         pending = [request for _, request in requests]
         deadline = time.monotonic() + self.timeout_secs
         polls = 0
@@ -75,7 +80,6 @@ class MPITransport(Transport):
                 continue
             time.sleep(_SLEEP_SECS)
             if time.monotonic() > deadline:
-                self._abandoned.append((requests, buffers))
                 missing = tuple(sorted({peer for peer, request in requests if not request.Test()}))
                 self._unusable = f"an exchange with rank(s) {list(missing)} timed out"
                 raise TransportError(

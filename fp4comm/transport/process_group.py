@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import TransportError
-from .base import Transport
+from .base import MAX_TAG, Transport
+
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class ProcessGroupTransport(Transport):
@@ -27,19 +31,21 @@ class ProcessGroupTransport(Transport):
 
     def __init__(self, group: dist.ProcessGroup, timeout_secs: float) -> None:
         self._group = group
+        # tags of its own, so that neither another communicator nor the user's messages are taken for ours
+        self._first_tag = next(_numbers.setdefault(group, itertools.count(1))) * MAX_TAG
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout_secs)
         self._global_ranks = [dist.get_global_rank(group, rank) for rank in range(self.num_ranks)]
 
     def _exchange_with_peers(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        works = []
+        works, tag = [], self._first_tag + self._tag
         for distance in range(1, self.num_ranks):
             source = (self.rank - distance) % self.num_ranks
             if incoming[source].numel():
-                works.append((source, dist.irecv(incoming[source], self._global_ranks[source], self._group)))
+                works.append((source, dist.irecv(incoming[source], self._global_ranks[source], self._group, tag)))
         for distance in range(1, self.num_ranks):
             target = (self.rank + distance) % self.num_ranks
             if outgoing[target].numel():
-                works.append((target, dist.isend(outgoing[target], self._global_ranks[target], self._group)))
+                works.append((target, dist.isend(outgoing[target], self._global_ranks[target], self._group, tag)))
         deadline = time.monotonic() + self.timeout_secs
         for peer, work in works:
             self._wait(peer, work, deadline)
