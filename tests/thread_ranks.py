@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,41 +13,68 @@ from torch import Tensor
 from fp4comm.errors import TransportError
 from fp4comm.transport import Transport
 
+Message = tuple[Tensor, threading.Event]  # the sender's own memory, and whether the receiver has copied it
+Mailboxes = dict[tuple[int, int, int], "queue.Queue[Message]"]  # by source, target and tag
+
 
 class ThreadTransport(Transport):
-    """Ranks of one process; `mailboxes[source][target]` holds the messages on their way."""
+    """Ranks of one process. As with MPI, messages are read from the sender's memory and match by tag.
+
+    After an exchange of rows what was sent is overwritten, so that nobody may depend on a send buffer any more.
+    """
 
     name = "threads"
 
-    def __init__(self, rank: int, mailboxes: list[list[queue.Queue[Tensor]]], timeout_secs: float) -> None:
-        super().__init__(rank, len(mailboxes), timeout_secs)
+    def __init__(self, rank: int, num_ranks: int, mailboxes: Mailboxes, timeout_secs: float) -> None:
+        super().__init__(rank, num_ranks, timeout_secs)
         self._mailboxes = mailboxes
 
+    def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], purpose: str = "agreement") -> None:
+        super().exchange(outgoing, incoming, purpose)
+        if purpose != "agreement":  # whose numbers may belong to the caller, such as the row counts of a plan
+            for message in outgoing:
+                message.fill_(0xAA)
+
     def _exchange_with_peers(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        deadline = time.monotonic() + self.timeout_secs
         peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
-        for target in peers:
-            if outgoing[target].numel():
-                self._mailboxes[self.rank][target].put(outgoing[target].clone())
+        sent = {target: threading.Event() for target in peers if outgoing[target].numel()}
+        for target, copied in sent.items():
+            self._mailbox(self.rank, target).put((outgoing[target], copied))
         for source in peers:
             if incoming[source].numel():
                 try:
-                    message = self._mailboxes[source][self.rank].get(timeout=self.timeout_secs)
+                    message, copied = self._mailbox(source, self.rank).get(timeout=_left(deadline))
                 except queue.Empty:
-                    self._unusable = f"rank {source} did not answer"
-                    raise TransportError(f"rank {self.rank} waited for rank {source}", (source,)) from None
+                    raise self._missing(source) from None
                 assert message.shape == incoming[source].shape, "a message of another size than agreed"
                 incoming[source].copy_(message)
+                copied.set()
+        for target, copied in sent.items():
+            if not copied.wait(_left(deadline)):
+                raise self._missing(target)
+
+    def _mailbox(self, source: int, target: int) -> queue.Queue[Message]:
+        return self._mailboxes.setdefault((source, target, self._tag), queue.Queue())
+
+    def _missing(self, peer: int) -> TransportError:
+        self._unusable = f"rank {peer} did not answer"
+        return TransportError(f"rank {self.rank} waited for rank {peer}", (peer,))
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.001)
 
 
 def run_thread_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, timeout_secs: float = 10.0) -> list[Any]:
     """Calls `function(transport, *args)` on every rank; returns the results in rank order or raises the first error."""
-    mailboxes: list[list[queue.Queue[Tensor]]] = [[queue.Queue() for _ in range(num_ranks)] for _ in range(num_ranks)]
+    mailboxes: Mailboxes = {}
     results: list[Any] = [None] * num_ranks
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            results[rank] = function(ThreadTransport(rank, mailboxes, timeout_secs), *args)
+            results[rank] = function(ThreadTransport(rank, num_ranks, mailboxes, timeout_secs), *args)
         except BaseException as error:
             errors.append(error)
 
