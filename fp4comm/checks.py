@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from .codec import FP8Tensor
+from .codec import FLOAT_DTYPES, FP8Tensor
 from .errors import require
 from .formats import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from .communicator import EPCommunicator, Handle
 
-FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MAX_LOCAL_EXPERTS = 2**15 - 1  # local expert indices travel as int16
 
 
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value: Any, least: int) -> bool:
+    """Whether it is an integer, of NumPy too, and at least that."""
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= least
+    except TypeError:
+        return False
 
 
 def check_sizes(
@@ -60,7 +64,7 @@ def check_dispatch(
     topk_idx: Tensor | None,
     topk_weights: Tensor | None,
     handle: Handle | None,
-    layout: str,
+    layout: str | None,
     out: torch.dtype | str | None,
 ) -> None:
     """Checks the arguments of `EPCommunicator.dispatch`."""
@@ -68,7 +72,7 @@ def check_dispatch(
         _check_rows("x", x, comm.hidden)
     num_tokens, hidden = (x.data if isinstance(x, FP8Tensor) else x).shape
     require(hidden == comm.hidden, "x", f"{hidden} wide", f"[num_tokens, {comm.hidden}]")
-    require(layout in ("expert", "rank"), "layout", repr(layout), "'expert' or 'rank'")
+    require(layout in (None, "expert", "rank"), "layout", repr(layout), "'expert' or 'rank'")
     require(
         out is None or out == "fp8" or out in FLOAT_DTYPES, "out", repr(out), f"None, 'fp8' or one of {FLOAT_DTYPES}"
     )
@@ -78,19 +82,26 @@ def check_dispatch(
         "'fp8'",
         "a float dtype, since the dispatch leg uses the Hadamard transform, whose reverse is not FP8",
     )
+    wants_gradient = torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
+    require(
+        out != "fp8" or not wants_gradient,
+        "x",
+        "in need of a gradient",
+        "x.detach() with out='fp8', since autograd has no FP8 rows: their gradient must be brought home by the caller",
+    )
     limit = comm.num_max_tokens_per_rank
     require(limit is None or num_tokens <= limit, "x", f"{num_tokens} rows", f"at most num_max_tokens_per_rank={limit}")
     if handle is None:
         _check_routing(topk_idx, topk_weights, num_tokens, comm.num_experts)
-        if limit is not None and layout == "expert":
+        if limit is not None and layout != "rank":
             _check_distinct(topk_idx, comm.num_local_experts)
     else:
         _check_handle(comm, handle)
         require(
-            topk_idx is None and topk_weights is None,
-            "topk_idx and topk_weights",
+            topk_idx is None and topk_weights is None and layout is None,
+            "topk_idx, topk_weights or layout",
             "given together with a handle",
-            "only one of the two: a handle has its routes and weights",
+            "only one of the two: a handle has its routes, weights and layout",
         )
         sent = handle.routing.plan.num_tokens
         require(num_tokens == sent, "x", f"{num_tokens} rows", f"{sent} rows, as in the dispatch that made the handle")
@@ -186,7 +197,7 @@ def dispatch_facts(
     topk_idx: Tensor | None,
     topk_weights: Tensor | None,
     handle: Handle | None,
-    layout: str,
+    layout: str | None,
     out: torch.dtype | str | None,
 ) -> dict[str, Any]:
     """What all ranks must pass alike to a dispatch."""
@@ -195,7 +206,7 @@ def dispatch_facts(
         "dtype of x": "fp8" if isinstance(x, FP8Tensor) else str(x.dtype),
         "num_topk": None if topk_idx is None else topk_idx.shape[1],
         "a handle": "given" if handle is not None else "not given",
-        "layout": layout if handle is None else handle.routing.layout,
+        "layout": layout or "expert" if handle is None else handle.routing.layout,
         "out": str(out),
         "gradient of x": with_grad and isinstance(x, Tensor) and x.requires_grad,
         "gradient of topk_weights": with_grad and topk_weights is not None and topk_weights.requires_grad,

@@ -94,17 +94,25 @@ class MXFP4Tensor:
         backend_for(self.packed).convert_rows(self._rows, y._rows)
         return y
 
-    def to_fp8_columns(self, num_rows_per_expert: Sequence[int] | None = None) -> FP8Columns:
+    def to_fp8_columns(
+        self, num_rows_per_expert: Sequence[int] | None = None, rows: Tensor | None = None
+    ) -> FP8Columns:
         """FP8 with one scale per 128x1, transposed per expert; dequantizes to the same numbers as `to_fp8`.
 
         Args:
             num_rows_per_expert: how the rows divide into consecutive groups; None = a single group.
+            rows: int64, which rows of this tensor to take in which order, -1 = zeros; None = all as they are. A
+                received payload becomes the experts' columns with `Received.source_rows`; rows beyond the groups, which
+                a fixed capacity leaves, are not taken.
 
         Returns:
             The layout that wgrad GEMMs take, see `FP8Columns`.
         """
-        sizes = _group_sizes(num_rows_per_expert, self.num_rows)
-        data, scales = backend_for(self.packed).fp8_columns(self._rows, None, sizes)
+        if rows is not None:
+            rows = _row_map(rows, self.num_rows)
+            rows = rows[: sum(num_rows_per_expert)] if num_rows_per_expert else rows
+        sizes = _group_sizes(num_rows_per_expert, self.num_rows if rows is None else len(rows))
+        data, scales = backend_for(self.packed).fp8_columns(self._rows, rows, sizes)
         return FP8Columns(data, scales, sizes)
 
     def to_mxfp4_columns(
@@ -418,6 +426,15 @@ def _group_sizes(num_rows_per_expert: Sequence[int] | None, num_rows: int) -> tu
     accepted = f"non-negative numbers whose sum is the number of rows, {num_rows}"
     require(min(sizes, default=0) >= 0 and sum(sizes) == num_rows, "num_rows_per_expert", list(sizes), accepted)
     return sizes
+
+
+def _row_map(rows: Tensor, num_rows: int) -> Tensor:
+    _check_tensor("rows", rows, torch.int64)
+    require(rows.ndim == 1, "rows", f"of shape {list(rows.shape)}", "one dimension")
+    if rows.numel():
+        smallest, largest = int(rows.min()), int(rows.max())
+        require(smallest >= -1 and largest < num_rows, "rows", f"{smallest} to {largest}", f"-1 to {num_rows - 1}")
+    return rows.contiguous()
 
 
 def _group(sizes: tuple[int, ...], i: int) -> tuple[int, int]:

@@ -68,8 +68,15 @@ class Received:
         return () if self._routing.experts is None else self._routing.experts.rows_per_expert
 
     @property
+    def source_rows(self) -> Tensor | None:
+        """`[num_rows]` int64, the received token behind each row of x, -1 = zeros. None = the same rows."""
+        return self._routing.source_rows
+
+    @property
     def payload(self) -> MXFP4Tensor:
         """The received rows as they came over the wire, one per received token: `[num_recv_tokens, hidden]`, no copy.
+
+        What to keep for backward, with `source_rows` and `num_rows_per_expert`; see `MXFP4Tensor.to_fp8_columns`.
 
         Raises:
             InvalidArgument: the dispatch leg is not mxfp4.
@@ -90,6 +97,8 @@ class Received:
             raise InvalidArgument("to_fp8_columns: the layout is 'rank'; accepted: 'expert'")
         if rows.kind not in (Kind.MXFP4, Kind.FP8_E8M0):
             raise InvalidArgument(f"to_fp8_columns: the wire of dispatch is {rows.kind.name}; accepted: MXFP4, FP8")
+        if rows.kind == Kind.MXFP4:
+            return self.payload.to_fp8_columns(self.num_rows_per_expert, self.source_rows)
         src_row = self._routing.experts.rows[: sum(self.num_rows_per_expert)]
         data, scales = backend_for(rows.data).fp8_columns(rows, src_row, self.num_rows_per_expert)
         return FP8Columns(data, scales, self.num_rows_per_expert)
@@ -123,7 +132,8 @@ class EPCommunicator:
         timeout_secs: how long to wait for a rank before `TransportError`.
 
     Raises:
-        InvalidArgument: on all ranks: an argument is wrong on one of them or differs between them.
+        InvalidArgument: on all ranks: an argument is wrong on one of them or differs between them. Only a wrong group,
+            transport or timeout_secs raises on its own rank alone.
         NotAvailable: the group needs a package that is not there.
     """
 
@@ -153,7 +163,11 @@ class EPCommunicator:
             checks.check_sizes(num_experts, hidden, expert_alignment, num_max_tokens_per_rank, seed, self.num_ranks)
         except InvalidArgument as raised:
             error = raised
-        agree(self._transport, "EPCommunicator", self._facts(seed), error)
+        try:
+            agree(self._transport, "EPCommunicator", self._facts(seed), error)
+        except BaseException:
+            self.close()
+            raise
         self._exchange = Exchange(self._transport, hidden, num_experts, self.precision, seed)
 
     def _facts(self, seed: int) -> dict[str, object]:
@@ -214,7 +228,7 @@ class EPCommunicator:
         topk_weights: Tensor | None = None,
         *,
         handle: Handle | None = None,
-        layout: str = "expert",
+        layout: str | None = None,
         out: torch.dtype | str | None = None,
     ) -> tuple[Received, Handle]:
         """Sends every token to the ranks of its experts.
@@ -227,9 +241,9 @@ class EPCommunicator:
             topk_weights: `[num_tokens, num_topk]` float32; None = 1.
             handle: of an earlier dispatch, instead of topk_idx and topk_weights: the same routes and layout, and the
                 same weights as constants.
-            layout: "expert" (rows in the order that grouped GEMMs read) or "rank"; see `Received`.
+            layout: "expert" (default, rows in the order that grouped GEMMs read) or "rank"; see `Received`.
             out: dtype of `Received.x`: bfloat16, float16 or float32, by default that of x (bfloat16 for an
-                `FP8Tensor`); or "fp8" for an `FP8Tensor` (not differentiable in x).
+                `FP8Tensor`); or "fp8" for an `FP8Tensor`, which is not differentiable: x must not need a gradient.
 
         Returns:
             What arrived, and the handle for `combine`. Differentiable in x and topk_weights.
@@ -255,6 +269,7 @@ class EPCommunicator:
             return self._dispatch(x, topk_weights, handle.routing, out)
         rows_from_rank = agree(self._transport, "dispatch", facts, error, None if plan is None else plan.rows_per_rank)
         assert plan is not None, "agree raises if there was an error"
+        layout = layout or "expert"
         num_rows = self._fixed_num_rows(layout, plan.topk_idx.shape[1])
         routes = NewRoutes(plan, tuple(rows_from_rank.tolist()), layout, self.expert_alignment, num_rows)
         return self._dispatch(x, topk_weights, routes, out)

@@ -122,13 +122,14 @@ class Exchange:
             arrived: the received rows.
             out: rows of any kind.
             src_row: the received row behind each row of `out`, -1 = zeros; None = the same.
-            weights: float32, a factor for each row of `out`, with `src_row`; None = 1.
+            weights: float32, a factor for each row of `out`; None = 1. Only together with `src_row`.
         """
         backend, options = backend_for(arrived.buffer), self._options(leg_name, decode=True)
         with self._stage(leg_name, "unpack"):
-            if weights is None or src_row is None:
+            if weights is None:
                 backend.convert_rows(arrived.rows, out, src_row=src_row, options=options)
             else:
+                assert src_row is not None
                 backend.sum_rows(arrived.rows, out, src_row.unsqueeze(1), weights.unsqueeze(1), options=options)
 
     def to_tokens(

@@ -39,7 +39,7 @@ def wire_kind(name: str, argument: str = "wire format") -> Kind:
     Raises:
         InvalidArgument: `name` is not a wire format; `argument` is what the message calls it.
     """
-    if name not in WIRE_KINDS:
+    if not isinstance(name, str) or name not in WIRE_KINDS:
         raise InvalidArgument(f"{argument} is {name!r}; accepted: {', '.join(map(repr, WIRE_KINDS))}")
     return WIRE_KINDS[name]
 

@@ -14,8 +14,8 @@ _MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
 def world_group() -> Any:
     """The group of all processes that were started together.
 
-    Under torchrun (RANK and WORLD_SIZE are set) that is torch.distributed's default group, initialised with gloo if it
-    is not yet; under mpirun it is mpi4py's COMM_WORLD; for a process on its own it is None.
+    Under torchrun (which sets RANK and MASTER_ADDR) that is torch.distributed's default group, initialised with gloo
+    if it is not yet; under mpirun it is mpi4py's COMM_WORLD; for a process on its own it is None.
 
     Returns:
         What `EPCommunicator` takes as `group`.
@@ -25,7 +25,7 @@ def world_group() -> Any:
     """
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group("gloo")
         return dist.group.WORLD
     if any(name in os.environ for name in _MPI_VARIABLES):

@@ -74,7 +74,7 @@ class Precision:
         """
         if isinstance(precision, Precision):
             return precision
-        if precision not in _RECIPES:
+        if not isinstance(precision, str) or precision not in _RECIPES:
             raise InvalidArgument(
                 f"precision is {precision!r}; accepted: a Precision or one of {', '.join(map(repr, _RECIPES))}"
             )

@@ -176,6 +176,8 @@ void bind_route(nb::module_& m) {
 
 NB_MODULE(_cpu, m) {
     m.doc() = "Conversions, sums and routing on the CPU.";
+    // Options that are default arguments live until the interpreter ends, which is no leak.
+    nb::set_leak_warnings(false);
     fp4comm::bind_types(m);
     fp4comm::bind_codec(m);
     fp4comm::bind_route(m);

@@ -22,7 +22,7 @@ class Transport(ABC):
         name: what `transport=` calls it.
         rank: this process's place in the group.
         num_ranks: size of the group.
-        timeout_secs: after this time without progress an exchange raises `TransportError`.
+        timeout_secs: an exchange that takes longer raises `TransportError`.
     """
 
     name: str

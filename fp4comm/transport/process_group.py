@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -41,24 +41,32 @@ class ProcessGroupTransport(Transport):
         for distance in range(1, self.num_ranks):
             source = (self.rank - distance) % self.num_ranks
             if incoming[source].numel():
-                works.append((source, dist.irecv(incoming[source], self._global_ranks[source], self._group, tag)))
+                works.append((source, self._post(dist.irecv, incoming[source], source, tag)))
         for distance in range(1, self.num_ranks):
             target = (self.rank + distance) % self.num_ranks
             if outgoing[target].numel():
-                works.append((target, dist.isend(outgoing[target], self._global_ranks[target], self._group, tag)))
+                works.append((target, self._post(dist.isend, outgoing[target], target, tag)))
         deadline = time.monotonic() + self.timeout_secs
         for peer, work in works:
             self._wait(peer, work, deadline)
 
-    def _wait(self, peer: int, work: dist.Work | None, deadline: float) -> None:
-        if work is None:
-            raise AssertionError("every rank of the transport is in the group")
+    def _post(self, call: Callable[..., dist.Work | None], message: Tensor, peer: int, tag: int) -> dist.Work:
+        try:
+            work = call(message, self._global_ranks[peer], self._group, tag)
+        except RuntimeError as error:
+            raise self._failure(peer, error) from error
+        assert work is not None, "every rank of the transport is in the group"
+        return work
+
+    def _wait(self, peer: int, work: dist.Work, deadline: float) -> None:
         try:
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:
-            self._unusable = f"an exchange with rank {peer} failed"
-            raise TransportError(
-                f"rank {self.rank} could not exchange with rank {peer} over {dist.get_backend(self._group)} within "
-                f"{self.timeout_secs:g} s: {error}",
-                (peer,),
-            ) from error
+            raise self._failure(peer, error) from error
+
+    def _failure(self, peer: int, error: RuntimeError) -> TransportError:
+        return TransportError(
+            f"rank {self.rank} could not exchange with rank {peer} over {dist.get_backend(self._group)} within "
+            f"{self.timeout_secs:g} s: {error}",
+            (peer,),
+        )
