@@ -2,104 +2,33 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import precision_cases
 import torch
+from moe_problem import (
+    Problem,
+    communicator,
+    digest,
+    expert_function,
+    experts_of_rows,
+    moe_on_one_rank,
+    num_remote_rows,
+    size_of,
+    total,
+)
 from torch import Tensor
 
 import fp4comm
 from fp4comm.precision import Precision
 from fp4comm.reference import exchange as reference
 
-TIMEOUT_SECS = 30.0
 
-
-@dataclass
-class Problem:
-    """The same random MoE input, built alike on every rank: a list per rank of each input.
-
-    Token counts are uneven, one rank of several has none, some choices are -1, and some tokens have no expert at all.
-    """
-
-    num_ranks: int
-    num_local_experts: int = 3
-    num_topk: int = 4
-    hidden: int = 160
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        rng = np.random.default_rng(self.seed)
-        self.num_experts = self.num_ranks * self.num_local_experts
-        counts = [0 if rank == 1 else 5 + 7 * rank for rank in range(self.num_ranks)]
-        self.xs = [rng.standard_normal((n, self.hidden)).astype(np.float32) * 3 for n in counts]
-        self.weights = [rng.uniform(0.1, 1.0, (n, self.num_topk)).astype(np.float32) for n in counts]
-        self.idx = [self._choices(rng, n) for n in counts]
-        self.num_tokens = counts
-
-    def _choices(self, rng: np.random.Generator, num_tokens: int) -> np.ndarray:
-        chosen = [rng.permutation(self.num_experts) for _ in range(num_tokens)]
-        idx = np.full((num_tokens, self.num_topk), -1, np.int64)
-        width = min(self.num_topk, self.num_experts)
-        for token, experts in enumerate(chosen):
-            idx[token, :width] = experts[:width]
-        idx[rng.random(idx.shape) < 0.15] = -1
-        idx[: 1 if num_tokens > 2 else 0] = -1
-        return idx
-
-    def mine(self, rank: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-        """x, topk_idx and topk_weights of a rank."""
-        x = torch.from_numpy(self.xs[rank]).to(dtype)
-        return x, torch.from_numpy(self.idx[rank]), torch.from_numpy(self.weights[rank])
-
-
-def communicator(group: Any, problem: Problem, precision: Precision | str = "fp32", **options: Any) -> Any:
-    return fp4comm.EPCommunicator(
-        group,
-        num_experts=problem.num_experts,
-        hidden=problem.hidden,
-        precision=precision,
-        timeout_secs=TIMEOUT_SECS,
-        **options,
-    )
-
-
-def size_of(group: Any) -> int:
-    """Ranks of a group of any kind."""
-    if group is None:
-        return 1
-    if hasattr(group, "num_ranks"):
-        return int(group.num_ranks)
-    return int(group.Get_size() if hasattr(group, "Get_size") else group.size())
-
-
-def digest(*tensors: Tensor) -> int:
-    """A checksum of the bits."""
-    value = 0
-    for tensor in (tensor for tensor in tensors if tensor.numel()):
-        value = zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes(), value)
-    return value
-
-
-def expert_function(rows: Tensor, experts: Tensor) -> Tensor:
-    """A different function for each expert (a global index per row), so that misrouting shows."""
-    factor = 1.0 + 0.25 * experts.to(rows.dtype).unsqueeze(1)
-    return rows * factor
-
-
-def experts_of_rows(recv: Any, comm: Any) -> Tensor:
-    """Global expert of each row of the expert layout, padding included."""
-    local = torch.repeat_interleave(
-        torch.arange(comm.num_local_experts), torch.tensor(recv.num_rows_per_expert, dtype=torch.int64)
-    )
-    missing = recv.x.shape[0] - local.shape[0]
-    return torch.cat([local, torch.zeros(missing, dtype=torch.int64)]) + comm.rank * comm.num_local_experts
-
-
-# ---- cases -----------------------------------------------------------------------------------------------------------
+def inner(a: Tensor, b: Tensor) -> float:
+    """Inner product in float64."""
+    return float((a.detach().double() * b.detach().double()).sum())
 
 
 def case_rank_layout_equals_reference(group: Any) -> list[int]:
@@ -197,6 +126,10 @@ def case_fp8_arrival(group: Any) -> list[int]:
         assert torch.equal(recv.x.dequantize(torch.float32), again.x)
         columns = recv.to_fp8_columns()
         assert torch.equal(columns.dequantize(), again.x)
+        with communicator(group, problem, "fp4", expert_alignment=16, num_max_tokens_per_rank=64) as fixed:
+            at_most = fixed.dispatch(fp8, idx, weights)[0]
+            assert len(at_most.x) > len(again.x)
+            assert torch.equal(at_most.to_fp8_columns().dequantize(), again.x)
         payload = recv.payload
         assert payload.packed.shape == (recv.topk_idx.shape[0], problem.hidden // 2)
         expected = fp4comm.quantize_mxfp4(fp8)
@@ -208,19 +141,6 @@ def case_fp8_arrival(group: Any) -> list[int]:
         assert torch.equal(payload.packed[start : start + len(own)], expected.packed[own])
         assert torch.equal(payload.scales[start : start + len(own)], expected.scales[own])
         return [digest(recv.x.data.view(torch.uint8), recv.x.scales, columns.data.view(torch.uint8), columns.scales)]
-
-
-def moe_on_one_rank(problem: Problem, x: Tensor, idx: Tensor, weights: Tensor, rank_sums: bool = True) -> Tensor:
-    """The MoE of the cases for some tokens, in one process, sums in the order that ranks give them."""
-    out = torch.zeros_like(x)
-    for rank in range(problem.num_ranks):
-        local = torch.zeros_like(x)
-        for slot in range(idx.shape[1]):
-            here = (idx[:, slot] >= 0) & (idx[:, slot] // problem.num_local_experts == rank)
-            term = weights[:, slot, None] * expert_function(x, idx[:, slot].clamp(min=0))
-            local = local + torch.where(here[:, None], term, torch.zeros_like(term))
-        out = out + local
-    return out
 
 
 def case_gradients_equal_one_rank(group: Any) -> list[int]:
@@ -248,16 +168,6 @@ def case_gradients_equal_one_rank(group: Any) -> list[int]:
             torch.testing.assert_close(weights.grad, weights_alone.grad, rtol=1e-5, atol=1e-4)
             digests.append(digest(out, x.grad, weights.grad))
     return digests
-
-
-def inner(a: Tensor, b: Tensor) -> float:
-    """Inner product in float64."""
-    return float((a.detach().double() * b.detach().double()).sum())
-
-
-def total(comm: Any, value: float) -> float:
-    """Sum over the ranks."""
-    return float(sum(np.frombuffer(part)[0] for part in comm._transport.all_gather_bytes(np.float64(value).tobytes())))
 
 
 def case_dispatch_and_combine_are_adjoint(group: Any) -> list[int]:
@@ -338,56 +248,6 @@ def case_rank_layout_gradients(group: Any) -> list[int]:
         return [digest(out, x.grad, weights.grad)]
 
 
-def case_unused_experts_take_part_in_backward(group: Any) -> list[int]:
-    """All tokens go to rank 0; the other ranks' experts never touch the graph, yet nobody waits for their backward."""
-    problem = Problem(size_of(group), seed=6)
-    with communicator(group, problem, "fp4") as comm:
-        x, idx, weights = problem.mine(comm.rank)
-        x.requires_grad_()
-        idx = torch.where(idx >= 0, idx % comm.num_local_experts, -1)
-        recv, handle = comm.dispatch(x, idx, weights)
-        y = recv.x * 2 if comm.rank == 0 else torch.zeros(recv.x.shape)
-        out = comm.combine(y, handle)
-        out.sum().backward()
-        assert x.grad is not None
-        return [digest(out, x.grad)]
-
-
-def case_every_precision_leg(group: Any) -> list[int]:
-    """Each leg is one wire format from the reference, forward and backward; others stay exact."""
-    problem = Problem(size_of(group), seed=7)
-    digests = []
-    for leg in ("dispatch", "combine", "grad_dispatch", "grad_combine"):
-        for wire in ("bf16", "fp8", "mxfp4"):
-            legs = dict.fromkeys(("dispatch", "combine", "grad_dispatch", "grad_combine"), "fp32") | {leg: wire}
-            with communicator(group, problem, Precision(**legs)) as comm:
-                x, idx, weights = problem.mine(comm.rank)
-                x.requires_grad_()
-                recv, handle = comm.dispatch(x, idx, weights, layout="rank")
-                out = comm.combine(recv.x * 1, handle)
-                upstreams = [
-                    np.random.default_rng(rank).standard_normal(v.shape).astype(np.float32)
-                    for rank, v in enumerate(problem.xs)
-                ]
-                out.backward(torch.from_numpy(upstreams[comm.rank]))
-                modes = {name: "rceil" if name.startswith("grad_") else "even" for name in legs}
-                through = {name: reference.through_wire(legs[name], modes[name]) for name in legs}
-
-                def there_and_back(values: list[Any], first: str, second: str, through: Any = through) -> Any:
-                    routing = problem.idx, problem.weights, problem.num_experts
-                    arrived = reference.dispatch(values, *routing, through[first])
-                    return reference.combine([a.x for a in arrived], arrived, problem.num_tokens, through[second])
-
-                np.testing.assert_array_equal(
-                    out.detach().numpy(), there_and_back(problem.xs, "dispatch", "combine")[comm.rank]
-                )
-                np.testing.assert_array_equal(
-                    x.grad.numpy(), there_and_back(upstreams, "grad_dispatch", "grad_combine")[comm.rank]
-                )
-                digests.append(digest(out, x.grad))
-    return digests
-
-
 def case_extreme_sizes(group: Any) -> list[int]:
     """More experts than a byte holds, one expert per rank, one token, the smallest and an odd width, a wide top-k."""
     num_ranks = size_of(group)
@@ -408,63 +268,83 @@ def case_extreme_sizes(group: Any) -> list[int]:
 
 
 def case_cached_handle(group: Any) -> list[int]:
-    """A handle repeats its routes for other tokens, forward and backward, with less on the wire."""
+    """A handle repeats its routes for other tokens, forward and backward, without routing metadata on the wire."""
     problem = Problem(size_of(group), seed=14)
     with communicator(group, problem, "bf16") as comm:
         x, idx, weights = problem.mine(comm.rank)
+        weights = (weights * 8).ceil() / 8  # whose sums are exact in bfloat16
         weights.requires_grad_()
-        _, handle = comm.dispatch(x, idx, weights)
-        first_bytes = comm.traffic["dispatch"]
         fresh, fresh_handle = comm.dispatch(-x, idx, weights)
+        first_bytes = comm.traffic["dispatch"]
         other = (-x).requires_grad_()
-        recv, handle = comm.dispatch(other, handle=handle)
-        assert comm.traffic["dispatch"] - 2 * first_bytes <= first_bytes
+        recv, handle = comm.dispatch(other, handle=fresh_handle)
+        num_bytes = 2 * problem.hidden
+        remote_rows = num_remote_rows(problem, comm.rank)
+        assert comm.traffic["dispatch"] - first_bytes == remote_rows * num_bytes
+        assert first_bytes == remote_rows * (num_bytes + 32)  # 4 weights, 4 experts, padding
         assert torch.equal(recv.x, fresh.x)
         assert torch.equal(recv.topk_weights, fresh.topk_weights)
-        out = comm.combine(recv.x, handle)
-        assert torch.equal(out, comm.combine(fresh.x, fresh_handle))
+        out = comm.combine(recv.x * 2, handle)
+        assert torch.equal(out, comm.combine(fresh.x * 2, fresh_handle))
         out.sum().backward()
-        assert other.grad.any() or not len(x)
+        factor = torch.where(idx >= 0, weights.detach(), 0).sum(1, keepdim=True) * 2
+        assert torch.equal(other.grad, factor.expand_as(x))
+        assert weights.grad is None  # a handle has them as constants
         return [digest(recv.x, out, other.grad)]
 
 
-def case_repeated_runs_are_equal(group: Any) -> list[int]:
-    """Stochastic rounding and Hadamard included: a new communicator with the same seed repeats every bit."""
-    problem = Problem(size_of(group), seed=8)
-
-    def run(seed: int) -> int:
-        with communicator(group, problem, "mxfp4", seed=seed) as comm:
-            x, idx, weights = problem.mine(comm.rank, torch.bfloat16)
+def case_unused_experts_take_part_in_backward(group: Any) -> list[int]:
+    """Only rank 0's experts are in the graph; others have no rows, or rows whose y is detached. Nobody waits."""
+    problem = Problem(size_of(group), seed=6)
+    digests = []
+    for all_to_first, by_experts in ((True, False), (False, False), (False, True)):
+        with communicator(group, problem, "fp32") as comm:
+            x, idx, weights = problem.mine(comm.rank)
             x.requires_grad_()
             weights.requires_grad_()
+            if all_to_first:
+                idx = torch.where(idx >= 0, idx % comm.num_local_experts, -1)
             recv, handle = comm.dispatch(x, idx, weights)
-            out = comm.combine(recv.x * 3, handle)
-            out.float().square().sum().backward()
-            return digest(out, x.grad, weights.grad)
+            assert bool(len(recv.x)) == (comm.rank == 0 or not all_to_first)
+            y = recv.x * recv.topk_weights[:, None] * 2 if by_experts else recv.x * 2
+            out = comm.combine(y if comm.rank == 0 else y.detach(), handle, apply_weights=not by_experts)
+            out.sum().backward()
+            used = (idx >= 0) & (idx < comm.num_local_experts)  # on rank 0
+            factor = torch.where(used, weights.detach() * 2, 0).sum(1, keepdim=True)
+            torch.testing.assert_close(x.grad, factor.expand_as(x), rtol=1e-6, atol=1e-6)
+            # a weight that combine applies has a gradient whether y has one or not
+            slope = torch.where(used if by_experts else idx >= 0, (x.detach() * 2).sum(1, keepdim=True), 0)
+            torch.testing.assert_close(weights.grad, slope, rtol=1e-4, atol=1e-4)
+            digests.append(digest(out, x.grad, weights.grad))
+    return digests
 
-    first = run(0)
-    assert first == run(0)
-    return [first, run(1)]
 
-
-def case_traffic_counts_remote_bytes(group: Any) -> list[int]:
-    """Bytes on the wire are counted as sent to other ranks, one row per token and rank."""
-    problem = Problem(size_of(group), hidden=1024, seed=10)
-    with communicator(group, problem, "fp4") as comm:
+def case_training_of_experts_alone(group: Any) -> list[int]:
+    """x and weights are frozen; y needs a gradient only where there are rows, and rank 0 has all of them."""
+    problem = Problem(size_of(group), seed=16)
+    with communicator(group, problem, "fp32") as comm:
         x, idx, weights = problem.mine(comm.rank)
+        idx = torch.where(idx >= 0, idx % comm.num_local_experts, -1)
+        scale = torch.ones(problem.hidden, requires_grad=True)
         recv, handle = comm.dispatch(x, idx, weights)
-        comm.combine(recv.x, handle)
-        ranks = np.where(problem.idx[comm.rank] >= 0, problem.idx[comm.rank] // comm.num_local_experts, -1)
-        remote = sum(len(set(row.tolist()) - {-1, comm.rank}) for row in ranks)
-        assert comm.traffic["dispatch"] == remote * (512 + 32 + 4 * 6 + 8)  # nibbles, scales, routing, padding to 32
-        everyone = reference.dispatch(problem.xs, problem.idx, problem.weights, problem.num_experts, lambda v: v)
-        away = sum(source != comm.rank for source, _ in everyone[comm.rank].sources)
-        assert comm.traffic["combine"] == away * 2048
-        return [comm.traffic["dispatch"], comm.traffic["combine"]]
+        out = comm.combine(recv.x * scale if len(recv.x) else torch.zeros_like(recv.x), handle)
+        assert out.requires_grad
+        out.sum().backward()
+        if comm.rank:
+            assert scale.grad is None
+            return [digest(out)]
+        terms = [
+            (np.where(idx >= 0, weights, 0).sum(1, keepdims=True) * x).sum(0)
+            for x, idx, weights in zip(problem.xs, problem.idx, problem.weights, strict=True)
+        ]
+        torch.testing.assert_close(scale.grad, torch.from_numpy(sum(terms)), rtol=1e-4, atol=1e-4)
+        return [digest(out)]
 
 
 CASES: dict[str, Callable[[Any], list[int]]] = {
-    name.removeprefix("case_"): function for name, function in list(globals().items()) if name.startswith("case_")
+    name.removeprefix("case_"): function
+    for name, function in (globals() | vars(precision_cases)).items()
+    if name.startswith("case_")
 }
 
 
