@@ -45,37 +45,32 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length, hidden = x.shape
-        q, k, v = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(_rotate(q), _rotate(k), v, is_causal=True)
+        qkv = self.qkv(x).view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        q, k = _rotate(qkv[:2])
+        y = F.scaled_dot_product_attention(q, k, qkv[2], is_causal=True)
         return self.out(y.transpose(1, 2).reshape(batch, length, hidden))
 
 
 def _rotate(x: Tensor) -> Tensor:
     """Turns each pair of elements of x `[..., length, width]` by an angle that grows with the position."""
     length, half = x.shape[-2], x.shape[-1] // 2
-    frequencies = 1000.0 ** (-torch.arange(half) / half)
-    angles = torch.arange(length)[:, None] * frequencies
-    cos, sin = angles.cos(), angles.sin()
+    angles = torch.arange(length)[:, None] * 1000.0 ** (-torch.arange(half) / half)
     a, b = x.split(half, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
-class Experts(nn.Module):
-    """The experts of this rank: SwiGLU networks, run one after the other on their own rows."""
+class Expert(nn.Module):
+    """A SwiGLU network."""
 
-    def __init__(self, num_local_experts: int, hidden: int, expert_hidden: int) -> None:
+    def __init__(self, hidden: int, expert_hidden: int) -> None:
         super().__init__()
-        self.w_in = nn.Parameter(torch.empty(num_local_experts, hidden, 2 * expert_hidden))
-        self.w_out = nn.Parameter(torch.empty(num_local_experts, expert_hidden, hidden))
+        self.gate_and_value = nn.Linear(hidden, 2 * expert_hidden, bias=False)
+        self.out = nn.Linear(expert_hidden, hidden, bias=False)
 
-    def forward(self, x: Tensor, num_rows_per_expert: tuple[int, ...]) -> Tensor:
-        experts = zip(x.split(num_rows_per_expert), self.w_in, self.w_out, strict=True)
-        return torch.cat([_swiglu(rows @ w_in) @ w_out for rows, w_in, w_out in experts])
-
-
-def _swiglu(x: Tensor) -> Tensor:
-    gate, value = x.chunk(2, dim=-1)
-    return F.silu(gate) * value
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.gate_and_value(x).chunk(2, dim=-1)
+        return self.out(F.silu(gate) * value)
 
 
 class MoE(nn.Module):
@@ -95,7 +90,10 @@ class MoE(nn.Module):
         super().__init__()
         self.comm, self.num_topk = comm, size.num_topk
         self.router = nn.Linear(size.hidden, size.num_experts, bias=False)
-        self.experts = Experts(comm.num_local_experts, size.hidden, size.expert_hidden)
+        # Every rank draws the weights of all experts and keeps its own: they don't depend on the number of ranks.
+        experts = [Expert(size.hidden, size.expert_hidden) for _ in range(size.num_experts)]
+        first = comm.rank * comm.num_local_experts
+        self.experts = nn.ModuleList(experts[first : first + comm.num_local_experts])
 
     def forward(self, x: Tensor) -> Tensor:
         probabilities = self.router(x).softmax(dim=-1)
@@ -106,7 +104,8 @@ class MoE(nn.Module):
         self.balance = num_experts * (self.load / topk_idx.numel()) @ probabilities.mean(dim=0)
         self.routed = RoutedTokens(x.detach(), topk_idx, topk_weights.detach())
         received, handle = self.comm.dispatch(x, topk_idx, topk_weights)
-        y = self.experts(received.x, received.num_rows_per_expert)
+        rows = received.x.split(received.num_rows_per_expert)
+        y = torch.cat([expert(part) for expert, part in zip(self.experts, rows, strict=True)])
         return self.comm.combine(y, handle)
 
 
@@ -135,25 +134,12 @@ class ByteModel(nn.Module):
 
     def __init__(self, size: ModelSize, comm: EPCommunicator, seed: int) -> None:
         super().__init__()
+        torch.manual_seed(seed)
         self.embedding = nn.Embedding(VOCABULARY, size.hidden)
         self.previous_embedding = nn.Embedding(VOCABULARY, size.hidden)
         self.blocks = nn.ModuleList(Block(size, comm) for _ in range(size.num_layers))
         self.norm = nn.RMSNorm(size.hidden)
         self.head = nn.Linear(size.hidden, VOCABULARY, bias=False)
-        self._initialize(size, comm, torch.Generator().manual_seed(seed))
-
-    def _initialize(self, size: ModelSize, comm: EPCommunicator, generator: torch.Generator) -> None:
-        """Normal weights of variance 1 / fan-in; the branches start small so that the residual path leads."""
-        branch = (2 * size.num_layers) ** -0.5
-        first = comm.rank * comm.num_local_experts
-        for name, weight in self.named_parameters():
-            if weight.dim() == 3:  # this rank's experts: draw those of all ranks and take the own ones
-                scale = weight.shape[1] ** -0.5 * (branch if name.endswith("w_out") else 1)
-                drawn = torch.randn(size.num_experts, *weight.shape[1:], generator=generator)
-                weight.data = drawn[first : first + comm.num_local_experts] * scale
-            elif weight.dim() == 2:
-                scale = weight.shape[1] ** -0.5 * (branch if name.endswith("out.weight") else 1)
-                weight.data.copy_(torch.randn(weight.shape, generator=generator) * scale)
 
     def forward(self, inputs: Tensor) -> Tensor:
         # showing each position the byte before as well spares attention from learning that first

@@ -17,7 +17,7 @@ from launch import LAUNCHERS, ROOT, have_launcher, launch_command, run_command
 EXAMPLE = "examples/train_moe.py"
 TRACE = ROOT / "tests" / "data" / "moe_trace.npz"
 SMALL = ["--steps", "12", "--batch", "4", "--length", "64", "--seeds", "1", "--validation-windows", "16"]
-SMALL += ["--hidden", "64", "--expert-hidden", "32", "--experts", "8"]
+SMALL += ["--hidden", "64", "--expert-hidden", "16", "--experts", "8"]
 LEGS = {"dispatch", "combine", "grad_dispatch", "grad_combine"}
 
 
@@ -99,7 +99,7 @@ def check_trace(path: Path, hidden: int, num_topk: int, num_experts: int) -> Non
 
 
 def test_recorded_trace() -> None:
-    check_trace(TRACE, hidden=128, num_topk=2, num_experts=16)
+    check_trace(TRACE, hidden=128, num_topk=4, num_experts=16)
     assert TRACE.stat().st_size < 600_000
     with np.load(TRACE) as trace:
         load = np.bincount(trace["topk_idx"].ravel(), minlength=16) / trace["topk_idx"].size * 16
