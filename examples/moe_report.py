@@ -180,7 +180,7 @@ def plot(report: Report, path: Path) -> None:
         finals.plot([place] * len(differences), differences, "o", alpha=0.5, color=f"C{place + 1}")
         finals.plot([place - 0.2, place + 0.2], [statistics.mean(differences)] * 2, color=f"C{place + 1}")
     finals.axhline(0, color="gray", linewidth=0.8)
-    finals.set(xticks=range(len(wires)), xticklabels=wires, xlim=(-0.5, len(wires) - 0.5))
+    finals.set(xticks=range(len(wires)), xticklabels=wires, xlim=(-0.5, max(len(wires), 1) - 0.5))
     finals.set(ylabel="%", title=f"Final loss relative to {report.wires[0]}, each seed and mean")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
