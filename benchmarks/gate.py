@@ -102,7 +102,7 @@ class Gate:
             x, layout = self.my_input, config.layout
             received, handle = comm.dispatch(x, batch.topk_idx, batch.topk_weights, layout=layout, out=out)
             if config.is_cached:
-                received, handle = comm.dispatch(x, handle=handle, layout=layout, out=out)
+                received, handle = comm.dispatch(x, handle=handle, out=out)
             recv_x = float_rows(received.x)
             y = torch.from_numpy(experts(recv_x, comm.rank)).to(DTYPES.get(config.output, torch.bfloat16))
             combined = comm.combine(y, handle)

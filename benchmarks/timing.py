@@ -109,12 +109,13 @@ class WireVariant:
         config, comm = self.config, self.comm
         batch = self.current.batch
         routes: dict[str, Any] = {"topk_idx": batch.topk_idx, "topk_weights": batch.topk_weights}
+        routes["layout"] = config.layout
         if config.is_cached:
-            routes = {"handle": comm.dispatch(self.x, **routes, layout=config.layout)[1]}
+            routes = {"handle": comm.dispatch(self.x, **routes)[1]}
             comm.traffic.clear()
         out = "fp8" if config.output == "fp8" else DTYPES[config.output]
         with self.clock.interval("dispatch"):
-            received, handle = comm.dispatch(self.x, **routes, layout=config.layout, out=out)
+            received, handle = comm.dispatch(self.x, **routes, out=out)
         num_rows = sum(received.num_rows_per_expert) if config.layout == "expert" else len(received.topk_idx)
         del received
         dtype = torch.float32 if config.output == "fp32" else torch.bfloat16

@@ -1,9 +1,7 @@
 """Expert-parallel all-to-all for Mixture-of-Experts models, with tokens packed to MXFP4.
 
-comm = fp4comm.EPCommunicator(group, num_experts=64, hidden=4096)
-recv, handle = comm.dispatch(x, topk_idx, topk_weights)   # rows of this rank's experts, expert by expert
-y = experts(recv.x, recv.num_rows_per_expert)
-out = comm.combine(y, handle)                             # [num_tokens, hidden], differentiable
+`EPCommunicator.dispatch` sends every token to the ranks of its experts and `EPCommunicator.combine` brings the results
+home. Both are differentiable, and each of the four all-to-alls of a layer has a wire format of its own (`Precision`).
 """
 
 from __future__ import annotations
