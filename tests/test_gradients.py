@@ -229,6 +229,20 @@ def test_no_grad() -> None:
     run_thread_ranks(run, 2)
 
 
+@pytest.mark.parametrize("of_x, of_weights", [(True, False), (False, True)])
+def test_only_what_needs_a_gradient_requires_one(of_x: bool, of_weights: bool) -> None:
+    """Else combine would keep y, and backward compute what nobody reads."""
+    problem = PROBLEMS[2]
+
+    def run(group: Any) -> None:
+        with communicator(group, problem, "fp32") as comm:
+            x, idx, weights = problem.mine(comm.rank)
+            recv, _ = comm.dispatch(leaf(x, of_x), idx, leaf(weights, of_weights))
+            assert (recv.x.requires_grad, recv.topk_weights.requires_grad) == (of_x, of_weights)
+
+    run_thread_ranks(run, 2)
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("by_experts", [True, False])
 @pytest.mark.parametrize("skip_unused", [True, False])
