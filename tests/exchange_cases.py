@@ -223,29 +223,32 @@ def case_gradients_are_finite_differences(group: Any) -> list[int]:
 
 
 def case_rank_layout_gradients(group: Any) -> list[int]:
-    """The rank layout: experts loop over their slots themselves; gradients equal those of one process."""
+    """The rank layout, free and fixed in size: experts loop over their slots; gradients equal those of one process."""
     problem = Problem(size_of(group), seed=5)
-    with communicator(group, problem, "fp32") as comm:
-        x, idx, weights = problem.mine(comm.rank)
-        x.requires_grad_()
-        weights.requires_grad_()
-        recv, handle = comm.dispatch(x, idx, weights, layout="rank")
-        y = torch.zeros_like(recv.x)
-        for slot in range(problem.num_topk):
-            experts = recv.topk_idx[:, slot]
-            global_experts = experts.clamp(min=0) + comm.rank * comm.num_local_experts
-            term = recv.topk_weights[:, slot, None] * expert_function(recv.x, global_experts)
-            y = y + torch.where((experts >= 0)[:, None], term, torch.zeros_like(term))
-        out = comm.combine(y, handle)
-        upstream = torch.from_numpy(np.random.default_rng(9).standard_normal(out.shape).astype(np.float32))
-        out.backward(upstream)
-        x_alone, weights_alone = x.detach().clone().requires_grad_(), weights.detach().clone().requires_grad_()
-        alone = moe_on_one_rank(problem, x_alone, idx, weights_alone)
-        alone.backward(upstream)
-        assert torch.equal(out, alone)
-        torch.testing.assert_close(x.grad, x_alone.grad, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(weights.grad, weights_alone.grad, rtol=1e-5, atol=1e-4)
-        return [digest(out, x.grad, weights.grad)]
+    digests = []
+    for capacity in (None, 64):
+        with communicator(group, problem, "fp32", num_max_tokens_per_rank=capacity) as comm:
+            x, idx, weights = problem.mine(comm.rank)
+            x.requires_grad_()
+            weights.requires_grad_()
+            recv, handle = comm.dispatch(x, idx, weights, layout="rank")
+            y = torch.zeros_like(recv.x)
+            padding = recv.topk_idx.new_full((len(recv.x) - len(recv.topk_idx), problem.num_topk), -1)
+            for experts, factor in zip(torch.cat([recv.topk_idx, padding]).T, recv.topk_weights.T, strict=True):
+                global_experts = experts.clamp(min=0) + comm.rank * comm.num_local_experts
+                term = factor[:, None] * expert_function(recv.x, global_experts)
+                y = y + torch.where((experts >= 0)[:, None], term, torch.zeros_like(term))
+            out = comm.combine(y, handle)
+            upstream = torch.from_numpy(np.random.default_rng(9).standard_normal(out.shape).astype(np.float32))
+            out.backward(upstream)
+            x_alone, weights_alone = x.detach().clone().requires_grad_(), weights.detach().clone().requires_grad_()
+            alone = moe_on_one_rank(problem, x_alone, idx, weights_alone)
+            alone.backward(upstream)
+            assert torch.equal(out, alone)
+            torch.testing.assert_close(x.grad, x_alone.grad, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(weights.grad, weights_alone.grad, rtol=1e-5, atol=1e-4)
+            digests.append(digest(out, x.grad))
+    return digests
 
 
 def case_extreme_sizes(group: Any) -> list[int]:
