@@ -93,16 +93,17 @@ def test_mpi_groups() -> None:
         assert seen == {"Split": (1 - rank // 2, 2), "Create_cart": (rank, 4), "pieces": (rank, 4)}
 
 
-def interleave_with_a_pending_receive(world: Any) -> list[float]:
-    """As with pipeline parallelism, the program has a receive of its own under way on the group."""
+def interleave_with_pending_receives(world: Any) -> list[float]:
+    """As with pipeline parallelism, the program has receives of its own under way on the group, with small tags."""
     import torch.distributed as dist
 
-    numbers = torch.zeros(4)
-    work = dist.irecv(numbers, 1) if world.rank() == 0 else None
+    numbers = torch.zeros(64)
+    works = [dist.irecv(numbers[tag : tag + 1], 1, tag=tag) for tag in range(64)] if world.rank() == 0 else []
     interleave(world)
     if world.rank() == 1:
-        dist.send(torch.arange(4.0), 0)
-    if work is not None:
+        for tag in range(64):
+            dist.send(torch.full((1,), float(tag)), 0, tag=tag)
+    for work in works:
         work.wait()
     return numbers.tolist()
 
@@ -144,7 +145,7 @@ def on_process_groups(world: Any) -> dict[str, Any]:
         "mesh": train_once(init_device_mesh("cpu", (4,))),
         "mesh ep": train_once(mesh["ep"]),
         "mesh dp": train_once(mesh["dp"]),
-        "receive": interleave_with_a_pending_receive(world),
+        "receive": interleave_with_pending_receives(world),
         "death": lose_a_rank(world),
     }
 
@@ -157,7 +158,7 @@ def test_process_groups() -> None:
         assert seen["mesh"] == (rank, 4)
         assert seen["mesh ep"] == (rank % 2, 2)
         assert seen["mesh dp"] == (rank // 2, 2)
-    assert results[0]["receive"] == [0.0, 1.0, 2.0, 3.0]
+    assert results[0]["receive"] == list(range(64))
     assert results[3]["death"][0] == "died"
     for error, ranks, seconds, then in (seen["death"] for seen in results[:3]):
         assert error == "TransportError"
