@@ -127,7 +127,7 @@ class EPCommunicator:
         transport: "auto", "loopback", "mpi" or "process_group".
         check_inputs: compare the arguments of every call over the ranks before anything is sent, so that a bad one
             raises the same error on all of them. Costs an exchange of a few bytes per call; a dispatch with new routing
-            has that exchange in any case.
+            has that exchange in any case. Without it, all ranks or none must need gradients of y or of the dispatch.
         seed: of stochastic rounding and of the Hadamard transform; equal on all ranks.
         timeout_secs: how long to wait for a rank before `TransportError`.
 

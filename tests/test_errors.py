@@ -169,6 +169,7 @@ def test_bad_sizes_on_one_rank_raise_on_all(options: dict[str, Any], message: st
         ({"precision": "bf16"}, "the ranks disagree: precision is .* on ranks 0, 1, .* on rank 2"),
         ({"num_max_tokens_per_rank": 9}, "num_max_tokens_per_rank is null on ranks 0, 1, 9 on rank 2"),
         ({"seed": 3}, "seed is 0 on ranks 0, 1, 3 on rank 2"),
+        ({"expert_alignment": 4}, "expert_alignment is 1 on ranks 0, 1, 4 on rank 2"),
         ({"check_inputs": False}, "check_inputs is true on ranks 0, 1, false on rank 2"),
     ],
 )

@@ -95,5 +95,5 @@ class MPITransport(Transport):
 
 
 def _pieces(message: Tensor) -> list[NDArray[np.uint8]]:
-    data = message.numpy()
+    data = message.numpy().reshape(-1)
     return [data[start : start + _PIECE_BYTES] for start in range(0, data.size, _PIECE_BYTES)]
