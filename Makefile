@@ -30,6 +30,7 @@ lint: $(EXTENSION) ## Style and types
 	python -m ruff check
 	python -m ruff format --check
 	python -m mypy
+	python -m benchmarks.tables --check
 	clang-format --dry-run -Werror $(CXX_FILES)
 
 format: $(PACKAGES) ## Rewrite the sources in the project's style
