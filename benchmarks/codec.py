@@ -111,7 +111,11 @@ def run(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Checks, measures and prints all conversions that were asked for; returns the records."""
     rows, hidden = SMALL if options.small else LARGE
     rows, hidden = options.rows or rows, options.hidden or hidden
-    cases = [case for case in all_cases(rows, hidden, options.seed) if options.only in case.name]
+    every_case = list(all_cases(rows, hidden, options.seed))
+    cases = [case for case in every_case if options.only in case.name]
+    if not cases:
+        names = "; ".join(case.name for case in every_case)
+        sys.exit(f"error: --only {options.only!r} names no conversion; accepted: a part of one of: {names}")
     record = environment("codec", rows=rows, hidden=hidden, cache="in cache" if options.small else "out of cache")
     print(
         f"fp4comm {record['fp4comm']} ({record['commit'] or 'no commit'}), {record['date']}: {record['command']}\n"
