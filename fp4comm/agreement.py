@@ -19,34 +19,34 @@ def agree(
     operation: str,
     facts: Mapping[str, object],
     error: Exception | None = None,
-    rows_per_rank: Tensor | None = None,
+    values: Tensor | None = None,
 ) -> Tensor:
-    """Compares `facts` over the ranks, and exchanges row counts with the same message.
+    """Compares `facts` over the ranks, and exchanges a number for each other rank with the same message.
 
     Args:
         transport: the ranks that must agree.
         operation: what this rank is about to do, e.g. "dispatch".
         facts: what must be equal on all ranks; values that JSON can hold.
         error: what went wrong on this rank already, if anything.
-        rows_per_rank: `[num_ranks]` int64, rows that this rank has for each other; None = 0.
+        values: `[num_ranks]` int64, e.g. how many rows this rank has for each other; None = 0.
 
     Returns:
-        `[num_ranks]` int64, the rows that each rank has for this one.
+        `[num_ranks]` int64, the value that each rank has for this one.
 
     Raises:
         InvalidArgument: on all ranks alike: a rank had one, or the facts or operations differ.
         TransportError: on all ranks alike: a rank had another error; that rank raises its own.
     """
-    rows = torch.zeros(transport.num_ranks, dtype=torch.int64) if rows_per_rank is None else rows_per_rank
+    values = torch.zeros(transport.num_ranks, dtype=torch.int64) if values is None else values
     if transport.num_ranks == 1:
         if error is not None:
             raise error
-        return rows
+        return values
     statement = json.dumps({"operation": operation, **facts}, sort_keys=True, default=str)
     mine = torch.empty(transport.num_ranks, 3, dtype=torch.int64)
     mine[:, 0] = error is not None
     mine[:, 1] = zlib.crc32(statement.encode())
-    mine[:, 2] = rows
+    mine[:, 2] = values
     theirs = transport.all_to_all(mine)
     if bool(theirs[:, 0].any()) or not bool((theirs[:, 1] == mine[0, 1]).all()):
         _raise_together(transport, statement, error)

@@ -23,6 +23,8 @@ _PIECE_BYTES = 1 << 30
 # the core from the rank that everybody waits for. The first polls only yield, to keep the latency of short exchanges.
 _NUM_YIELDING_POLLS = 2000
 _SLEEP_SECS = 50e-6
+# Requests and buffers of exchanges that were broken off: MPI may write to them until the process ends.
+_ABANDONED: list[object] = []
 
 
 def load_mpi() -> Any:
@@ -51,22 +53,22 @@ class MPITransport(Transport):
     def __init__(self, comm: MPI.Intracomm, timeout_secs: float) -> None:
         self._mpi = load_mpi()
         self._comm = comm.Dup()
-        self._abandoned: list[object] = []  # requests and buffers that MPI may still write to after a timeout
         super().__init__(comm.Get_rank(), comm.Get_size(), timeout_secs)
 
     def _exchange_with_peers(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        receives, sends = [], []
-        for distance in range(1, self.num_ranks):
-            source = (self.rank - distance) % self.num_ranks
-            receives += [(source, self._comm.Irecv(piece, source, self._tag)) for piece in _pieces(incoming[source])]
-        for distance in range(1, self.num_ranks):
-            target = (self.rank + distance) % self.num_ranks
-            sends += [(target, self._comm.Isend(piece, target, self._tag)) for piece in _pieces(outgoing[target])]
-        requests = receives + sends
+        requests: list[tuple[int, MPI.Request]] = []
         try:
+            for distance in range(1, self.num_ranks):
+                source = (self.rank - distance) % self.num_ranks
+                for piece in _pieces(incoming[source]):
+                    requests.append((source, self._comm.Irecv(piece, source, self._tag)))
+            for distance in range(1, self.num_ranks):
+                target = (self.rank + distance) % self.num_ranks
+                for piece in _pieces(outgoing[target]):
+                    requests.append((target, self._comm.Isend(piece, target, self._tag)))
             self._wait(requests)
-        except BaseException:
-            self._abandoned.append((requests, outgoing, incoming))
+        except BaseException:  # an interrupt too
+            _ABANDONED.append((requests, outgoing, incoming))
             raise
 
     def _wait(self, requests: list[tuple[int, MPI.Request]]) -> None:
