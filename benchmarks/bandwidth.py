@@ -3,9 +3,11 @@
     mpirun -n 4 python -m benchmarks.bandwidth --tokens 1024 --wires bf16,fp8,mxfp4
     torchrun --nproc-per-node 4 -m benchmarks.bandwidth
     python -m benchmarks.bandwidth                                # one rank, no communication
+    mpirun -n 2 python -m benchmarks.bandwidth --standard         # the standard cases, one after the other
 
-Every format first passes a correctness gate. Then all of them, the plain dispatcher, the raw transport and a memory
+Every format first passes a correctness gate. Then all that do, the plain dispatcher, the raw transport and a memory
 copy are timed in turn in the same rounds, each round with new routes. A time is the maximum over the ranks.
+Where every rank has a GPU, all of that happens there, and times are device times.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,12 +26,23 @@ from fp4comm.transport.mpi import load_mpi
 
 from . import report
 from .common import Budget, environment, list_of, non_negative, positive, write_json_lines
+from .device import add_device_option, gpu_facts
 from .gate import Gate
 from .ranks import EXIT_USAGE, Ranks, abort
 from .timing import measure_case, measure_checks
 from .workload import WIRE_BITS, Config, Trace, Workload
 
 EXIT_WRONG = 1
+NUM_TOKENS = {"cpu": 512, "cuda": 8192}  # per rank
+STANDARD: tuple[dict[str, Any], ...] = (
+    {"layout": "rank", "input": "fp8", "cached": True},
+    {"layout": "rank", "input": "bf16", "cached": True},
+    {"layout": "expert", "input": "fp8", "cached": True},
+    {"layout": "expert", "input": "bf16", "cached": True},
+    {"layout": "rank", "input": "fp8"},
+    {"layout": "expert", "input": "bf16"},
+    {"layout": "rank", "input": "bf16", "capacity": True},
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,7 +62,10 @@ class Parser(argparse.ArgumentParser):
 def make_parser(ranks: Ranks) -> Parser:
     parser = Parser(ranks)
     add = parser.add_argument
-    add("--tokens", type=list_of(positive), default=[512], help="per rank; several sizes with commas, default 512")
+    add_device_option(parser)
+    add("--standard", action="store_true", help="cached and new routes, both layouts, FP8 and BF16, one case each")
+    default = f"default {NUM_TOKENS['cpu']}, on GPUs {NUM_TOKENS['cuda']}"
+    add("--tokens", type=list_of(positive), help=f"per rank; several sizes with commas, {default}")
     add("--hidden", type=positive, help="default 7168")
     add("--topk", type=positive, help="experts per token, default 8")
     add("--experts", type=positive, help="default 256")
@@ -59,9 +76,11 @@ def make_parser(ranks: Ranks) -> Parser:
     add("--skew", type=non_negative, default=0.0, help="exponent of Zipf's law of the experts' popularity, default 0")
     add("--trace", type=Path, metavar="FILE", help="npz file with real tokens and routes to replay")
     add("--cached", action="store_true", help="dispatch along routes that a handle knows already")
+    add("--capacity", action="store_true", help="with num_max_tokens_per_rank: on GPUs the host never waits")
+    add("--calls", type=positive, default=10, help="in a row, for a time on GPUs, default %(default)s")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="where to write all figures as JSON lines")
-    Budget.add_options(parser, warmup_secs=3.0, secs=15.0)
+    Budget.add_options(parser, cpu=(3.0, 15.0), gpu=(0.3, 7.0), per=" per case")
     return parser
 
 
@@ -97,43 +116,81 @@ def make_workload(options: argparse.Namespace, num_ranks: int, num_tokens: int) 
         options.cached,
         options.trace.name if options.trace else "",
         options.seed,
+        options.capacity,
     )
     return Workload(config, trace)
+
+
+def make_workloads(ranks: Ranks, options: argparse.Namespace) -> list[Workload]:
+    """All cases, by number of tokens; the same on all ranks.
+
+    Raises:
+        ValueError: as `make_workload`.
+    """
+    if options.standard and (options.cached or options.capacity or options.trace):
+        raise ValueError("--standard with --cached, --capacity or --trace: the cases have their own")
+    cases = STANDARD if options.standard else ({},)
+    return [
+        make_workload(argparse.Namespace(**{**vars(options), **case}), ranks.num_ranks, num_tokens)
+        for num_tokens in options.tokens or [NUM_TOKENS[ranks.device.type]]
+        for case in cases
+    ]
 
 
 def run(ranks: Ranks, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures and prints every case; returns the records."""
     workloads, problem = [], None
     try:
-        workloads = [make_workload(options, ranks.num_ranks, num_tokens) for num_tokens in options.tokens]
+        workloads = make_workloads(ranks, options)
     except ValueError as error:
         problem = str(error)
     ranks.require_none(problem, EXIT_USAGE)
     records = [environment("bandwidth", ranks.launcher, ranks=ranks.num_ranks, transport=ranks.transport.name)]
-    records[0]["mpi"] = mpi_library() if ranks.transport.name == "mpi" else ""
+    records[0] |= {"mpi": mpi_library() if ranks.control.name == "mpi" else "", **gpu_facts(ranks.device)}
+    if records[0]["device"] == "cuda":
+        records[0] |= {"calls": options.calls, "control": ranks.control.name}
     ranks.say(report.environment_text(records[0]))
-    budget = Budget.of(options)
+    budget = Budget.of(options, ranks.device.type, len(workloads))
     share = Budget(budget.warmup_secs / len(workloads), budget.secs / len(workloads), budget.repeats)
     for workload in workloads:
-        sqnr = pass_gate(ranks, workload, options.wires)
-        case = measure_case(ranks, workload, options.wires, share)
-        records += report.case_records(workload.config, case, sqnr)
-        ranks.say("\n" + report.case_text(workload.config, records))
-    checks = measure_checks(ranks, workloads[0], options.wires[-1], budget)
+        records += measure_workload(ranks, workload, options, share)
+        save(options, ranks, records)
+    checks = measure_checks(ranks, workloads[0], options.wires[-1], budget, options.calls)
     records.append(report.checks_record(options.wires[-1], checks))
     ranks.say("\n" + report.checks_text(records[-1]))
     ranks.say(report.notes(records[0]))
     return records
 
 
-def pass_gate(ranks: Ranks, workload: Workload, wires: Sequence[str]) -> dict[str, dict[str, float | None]]:
-    """Ends the run unless everything is right on all ranks; the ratios in dB by wire and leg."""
-    gate, sqnr = Gate(ranks, workload), {}
-    for wire in wires:
-        problem, sqnr[wire] = gate.check_wire(wire)
-        ranks.require_none(problem, EXIT_WRONG)
-    ranks.require_none(gate.check_per_choice(), EXIT_WRONG)
-    return sqnr
+def measure_workload(
+    ranks: Ranks, workload: Workload, options: argparse.Namespace, budget: Budget
+) -> list[dict[str, Any]]:
+    """The records of one case: of the formats that pass the gate, and of the failures of the others."""
+    gate, sqnr, problems = Gate(ranks, workload), {}, []
+    for wire in options.wires:
+        problem, ratios = gate.check_wire(wire)
+        found = ranks.problems(problem)
+        problems += found
+        if not found:
+            sqnr[wire] = ratios
+    baseline = ranks.problems(gate.check_per_choice())
+    failures = [
+        {"record": "failure", "config": asdict(workload.config), "problem": text} for text in problems + baseline
+    ]
+    for failure in failures:
+        ranks.say(f"error: {failure['problem']}: not measured, {workload.config}")
+    if baseline or not sqnr:
+        return failures
+    case = measure_case(ranks, workload, list(sqnr), budget, options.calls)
+    records = report.case_records(workload.config, case, sqnr)
+    ranks.say("\n" + report.case_text(workload.config, records))
+    return [*records, *failures]
+
+
+def save(options: argparse.Namespace, ranks: Ranks, records: Sequence[dict[str, Any]]) -> None:
+    """Writes what there is so far: a later case may end the process."""
+    if options.json and ranks.rank == 0:
+        write_json_lines(options.json, records)
 
 
 def mpi_library() -> str:
@@ -148,9 +205,13 @@ def main() -> None:
     try:
         with torch.no_grad():
             options = make_parser(ranks).parse_args()
+            ranks.use_device(options.device)
+            if ranks.device.type == "cuda":
+                torch.set_num_threads(8)  # for what the CPU does beside the GPUs
             records = run(ranks, options)
-        if options.json and ranks.rank == 0:
-            write_json_lines(options.json, records)
+        save(options, ranks, records)
+        if any(record["record"] == "failure" for record in records):
+            ranks.leave("wrong results, see above", EXIT_WRONG)
         ranks.close()
     except InvalidArgument as error:  # all ranks raise it together
         ranks.leave(str(error), EXIT_USAGE)

@@ -1,11 +1,12 @@
-"""Every conversion of the codec on one core: elements and bytes per second, beside a memory copy of as many bytes.
+"""Every conversion of the codec: elements and bytes per second, beside a memory copy of as many bytes.
 
-    python -m benchmarks.codec                  # arrays far larger than the caches
-    python -m benchmarks.codec --small          # arrays that stay in the last-level cache
+    python -m benchmarks.codec                  # on the GPU, or else one core, arrays far larger than the caches
+    python -m benchmarks.codec --device cpu
+    python -m benchmarks.codec --small          # on one core, arrays that stay in the last-level cache
     python -m benchmarks.codec --isa scalar --only "BF16 -> MXFP4"
 
-Every result is first compared with the oracle on some of its rows. Bytes count once as they are read and once as they
-are written.
+Every result is first compared: the CPU's with the oracle on some of its rows, the GPU's with all of the CPU's. Bytes
+count once as they are read and once as they are written. On a GPU times are device times.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from .common import (
     summary_record,
     write_json_lines,
 )
+from .device import add_device_option, choose_device
 
-EXIT_WRONG = 1
 COLUMNS = ("conversion", "Gelem/s", "GB/s", "copy GB/s", "% of copy", "ms", "p95 ms")
 LARGE, SMALL = (8192, 7168), (512, 1024)  # rows, hidden
 
@@ -43,14 +44,16 @@ def make_parser() -> argparse.ArgumentParser:
         "benchmarks.codec", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     add = parser.add_argument
-    add("--rows", type=positive, help=f"default {LARGE[0]}")
+    add_device_option(parser)
+    add("--rows", type=positive, help=f"default {LARGE[0]}, on a GPU 32768")
     add("--hidden", type=positive, help=f"a multiple of 32, default {LARGE[1]}")
-    add("--small", action="store_true", help=f"{SMALL[0]} rows x {SMALL[1]}")
-    add("--isa", choices=cpu.supported_isas(), help="kernels to use, default the best of this machine")
+    add("--small", action="store_true", help=f"{SMALL[0]} rows x {SMALL[1]}, on the CPU")
+    add("--isa", choices=cpu.supported_isas(), help="kernels of the CPU to use, default the best of this machine")
+    add("--check-rows", type=positive, help="of the problem that a GPU is checked on, default: the timed one")
     add("--only", default="", metavar="TEXT", help="only conversions whose name contains it")
     add("--seed", type=int, default=0)
     add("--json", type=Path, metavar="FILE", help="where to write all figures as JSON lines")
-    Budget.add_options(parser, warmup_secs=0.1, secs=0.6)
+    Budget.add_options(parser, cpu=(0.1, 0.6), gpu=(0.05, 0.3), per=", per conversion")
     return parser
 
 
@@ -136,12 +139,29 @@ def main() -> None:
     options = parser.parse_args()
     if options.hidden and options.hidden % 32:
         parser.error(f"argument --hidden: {options.hidden} is not a multiple of 32")
-    torch.set_num_threads(1)
+    if options.device == "auto" and (options.small or options.isa):
+        options.device = "cpu"
+    try:
+        device = choose_device(options.device)
+    except ValueError as error:
+        parser.error(str(error))
+    if device.type == "cuda" and (options.small or options.isa):
+        parser.error("--small and --isa go with --device cpu")
+    torch.set_num_threads(1 if device.type == "cpu" else 8)  # 8 for comparisons
     if options.isa:
         cpu.set_isa(options.isa)
-    records = run(options)
+    problems: list[str] = []
+    if device.type == "cuda":
+        from . import cuda_codec
+
+        with torch.no_grad():
+            records, problems = cuda_codec.run(options, device)
+    else:
+        records = run(options)
     if options.json:
         write_json_lines(options.json, records)
+    if problems:
+        sys.exit("error: wrong on the GPU, not measured:\n" + "\n".join(problems))
 
 
 if __name__ == "__main__":

@@ -95,14 +95,18 @@ class Rowsets:
         return Rows(kind, rows.data[:num_rows], None if rows.scales is None else rows.scales[:num_rows])
 
 
-def empty_rows(kind: Kind, num_rows: int, hidden: int) -> Rows:
+def empty_rows(kind: Kind, num_rows: int, hidden: int, device: torch.device | None = None) -> Rows:
     """Uninitialised rows next to each other."""
+
+    def empty(width: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.empty(num_rows, width, dtype=dtype, device=device)
+
     if kind in FLOATS:
-        return Rows(kind, torch.empty(num_rows, hidden, dtype=FLOATS[kind]))
+        return Rows(kind, empty(hidden, FLOATS[kind]))
     if kind == Kind.FP8:
-        return Rows(kind, torch.empty(num_rows, hidden, dtype=torch.uint8), torch.empty(num_rows, -(-hidden // 128)))
+        return Rows(kind, empty(hidden), empty(-(-hidden // 128), torch.float32))
     widths = (hidden, -(-hidden // 128)) if kind == Kind.FP8_E8M0 else (hidden // 2, hidden // 32)
-    return Rows(kind, *(torch.empty(num_rows, width, dtype=torch.uint8) for width in widths))
+    return Rows(kind, *map(empty, widths))
 
 
 def all_cases(num_rows: int, hidden: int, seed: int) -> Iterator[Case]:
@@ -201,7 +205,9 @@ def fused(rowsets: Rowsets) -> Iterator[Case]:
     num_tokens, hidden = max(rowsets.num_rows // 3, 1), rowsets.hidden
     num_experts = NUM_RANKS * NUM_LOCAL_EXPERTS
     topk_idx = torch.rand(num_tokens, num_experts, generator=rowsets.generator).topk(NUM_TOPK).indices
-    token_rows, pair_tokens, pair_rows, _ = cpu.route(topk_idx, num_experts, NUM_RANKS)
+    token_rows, _, pairs = cpu.route(topk_idx, num_experts, NUM_RANKS)
+    assert pairs is not None
+    pair_tokens, pair_rows = pairs
     arriving = topk_idx[token_rows[:, 0] >= 0]  # as many come from all ranks as all go to one
     local = torch.where(arriving < NUM_LOCAL_EXPERTS, arriving, -1).to(torch.int32)
     counts = torch.bincount(local[local >= 0], minlength=NUM_LOCAL_EXPERTS)

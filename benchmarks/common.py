@@ -57,15 +57,25 @@ class Budget:
     repeats: int | None = None
 
     @classmethod
-    def add_options(cls, parser: argparse.ArgumentParser, warmup_secs: float, secs: float) -> None:
-        """Adds the options that `of` reads."""
-        parser.add_argument("--warmup-secs", type=non_negative, default=warmup_secs, help="default %(default)s")
-        parser.add_argument("--secs", type=non_negative, default=secs, help="time to measure, default %(default)s")
+    def add_options(
+        cls, parser: argparse.ArgumentParser, cpu: tuple[float, float], gpu: tuple[float, float], per: str = ""
+    ) -> None:
+        """Adds the options that `of` reads; the defaults of (warmup_secs, secs) are for one of what `per` names."""
+        parser.set_defaults(budget={"cpu": cpu, "cuda": gpu})
+        for index, (option, use) in enumerate((("--warmup-secs", "before measuring"), ("--secs", "time to measure"))):
+            default = f"default {cpu[index]:g}, on a GPU {gpu[index]:g}{per}"
+            parser.add_argument(option, type=non_negative, help=f"{use}, {default}")
         parser.add_argument("--repeats", type=positive, help="rounds to measure, instead of --secs")
 
     @classmethod
-    def of(cls, options: argparse.Namespace) -> Budget:
-        return cls(options.warmup_secs, options.secs, options.repeats)
+    def of(cls, options: argparse.Namespace, device: str = "cpu", count: int = 1) -> Budget:
+        """What the options say for the device; on a GPU the default is for each of `count` cases."""
+        warmup_secs, secs = (value * (1 if device == "cpu" else count) for value in options.budget[device])
+        return cls(
+            warmup_secs if options.warmup_secs is None else options.warmup_secs,
+            secs if options.secs is None else options.secs,
+            options.repeats,
+        )
 
 
 MIN_ROUNDS = 3
@@ -116,14 +126,15 @@ def measure(
 class Scratch:
     """Memory by use that is kept from call to call, with room to grow: no page faults once it has its size."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
         self._memory: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def rows(self, use: str, num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
         """`[num_rows, width]`, filled with small numbers when it grows."""
         key, size = (use, dtype), num_rows * width
         if key not in self._memory or self._memory[key].numel() < size:
-            period = torch.arange(1, 4097).remainder(251).to(dtype)
+            period = torch.arange(1, 4097, device=self.device).remainder(251).to(dtype)
             self._memory[key] = period.repeat(-(-size * 5 // 4 // 4096) + 1)
         return self._memory[key][:size].view(num_rows, width)
 

@@ -11,15 +11,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fp4comm import EPCommunicator, FP8Tensor, Precision
+from fp4comm.communicator import Received
 from fp4comm.reference import codec
 from fp4comm.reference import exchange as reference
 
+from .device import on_device
 from .per_choice import PerChoice
 from .ranks import Ranks
-from .workload import DTYPES, Batch, Workload
+from .workload import DTYPES, Batch, Config, Workload
 
 F32 = reference.F32
 MAX_ELEMENTS = 1 << 18  # of the tokens of all ranks: the reference is slow
@@ -82,31 +85,39 @@ class Gate:
 
     def check_per_choice(self) -> str | None:
         """What is wrong with the baseline on this rank, if anything."""
-        batch, x = self.my_batch, bf16_rows(self.my_input)
-        baseline = PerChoice(self.ranks.transport, self.config.num_experts, self.config.layout == "expert")
-        received, routes = baseline.dispatch(x, batch.topk_idx, batch.topk_weights)
+        batch, x, device = self.my_batch, bf16_rows(self.my_input), self.ranks.device
+        baseline = PerChoice(self.ranks.transport, self.config.num_experts, self.config.layout == "expert", device)
+        routed = batch.to(device)
+        received, routes = baseline.dispatch(x.to(device), routed.topk_idx, routed.topk_weights)
+        if self.config.is_cached:
+            received, _ = baseline.dispatch(x.to(device), routed.topk_idx, routed.topk_weights, routes)
         combined = baseline.combine(received, routes)
         tokens = np.where(batch.topk_idx.numpy() >= 0, np.arange(len(x))[:, None], -1)
         wanted = round_bf16(codec.weighted_sum(x.float().numpy(), tokens, batch.topk_weights.numpy()))
-        if np.array_equal(combined.float().numpy(), wanted):
+        if np.array_equal(combined.float().cpu().numpy(), wanted):
             return None
         return f"the baseline's combine on rank {self.ranks.rank} differs from the weighted sum"
 
     def _run(self, wire: str) -> tuple[F32, F32]:
-        config, batch = self.config, self.my_batch
-        precision = Precision(wire, wire, wire, wire)
-        with EPCommunicator(
-            self.ranks.group, num_experts=config.num_experts, hidden=config.hidden, precision=precision
-        ) as comm:
+        """What arrives on this rank and comes back to it, as float32 numbers."""
+        config, batch = self.config, self.my_batch.to(self.ranks.device)
+        x, layout = on_device(self.my_input, self.ranks.device), config.layout
+        with make_communicator(self.ranks, config, wire) as comm:
             out = "fp8" if config.output == "fp8" else DTYPES[config.output]
-            x, layout = self.my_input, config.layout
             received, handle = comm.dispatch(x, batch.topk_idx, batch.topk_weights, layout=layout, out=out)
             if config.is_cached:
                 received, handle = comm.dispatch(x, handle=handle, out=out)
             recv_x = float_rows(received.x)
             y = torch.from_numpy(experts(recv_x, comm.rank)).to(DTYPES.get(config.output, torch.bfloat16))
-            combined = comm.combine(y, handle)
-        return recv_x, combined.float().numpy()
+            combined = comm.combine(y.to(self.ranks.device), handle)
+        return recv_x[self._used_rows(received)], combined.float().cpu().numpy()
+
+    def _used_rows(self, received: Received) -> NDArray[np.bool_]:
+        """Which rows are received tokens: a fixed capacity leaves others, in the expert layout at the end."""
+        if self.config.layout == "rank":
+            return (received.topk_idx >= 0).any(1).cpu().numpy()
+        num_used = sum(received.num_rows_per_expert)
+        return np.arange(len(received.x.data)) < num_used
 
     def _reference(
         self, wire: reference.Wire, output: Callable[[F32], F32], finish: Callable[[F32], F32]
@@ -141,6 +152,19 @@ class Gate:
         return {"fp8": fp8, "bf16": round_bf16, "fp32": unchanged}[self.config.output]
 
 
+def make_communicator(ranks: Ranks, config: Config, wire: str, check_inputs: bool | None = None) -> EPCommunicator:
+    """A communicator with one wire format on all legs; on GPUs over the transport of the run, as NCCL starts slowly."""
+    return EPCommunicator(
+        ranks.group if ranks.device.type == "cpu" else ranks.transport,
+        num_experts=config.num_experts,
+        hidden=config.hidden,
+        precision=Precision(wire, wire, wire, wire),
+        num_max_tokens_per_rank=config.num_tokens if config.has_capacity else None,
+        transport=ranks.transport.name,
+        check_inputs=check_inputs,
+    )
+
+
 def experts(x: F32, rank: int) -> F32:
     """What stands for the experts of a rank: a factor of its own, so that rows which are summed do not just repeat."""
     return x * np.float32(1 + 0.3 * rank)
@@ -159,8 +183,8 @@ def round_bf16(x: F32) -> F32:
 def float_rows(x: Tensor | FP8Tensor) -> F32:
     """The numbers of an input, by the oracle."""
     if isinstance(x, FP8Tensor):
-        return codec.decode_fp8(x.data.view(torch.uint8).numpy(), x.scales.numpy())
-    return x.float().numpy()
+        return codec.decode_fp8(x.data.view(torch.uint8).cpu().numpy(), x.scales.cpu().numpy())
+    return x.float().cpu().numpy()
 
 
 def bf16_rows(x: Tensor | FP8Tensor) -> Tensor:

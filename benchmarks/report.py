@@ -11,9 +11,14 @@ from .timing import NUM_CHECK_TOKENS, PER_CHOICE, STAGES, CaseTimes
 from .workload import Config
 
 LEGS = ("dispatch", "combine")
+HOW = ("alone", "host")  # further times of a call on a GPU
 COLUMNS = (
     *("wire", "B/row", "MB sent", "ms", "p95", "pack", "wire", "unpack", "raw"),
     *("logical", "remote", "bf16-eq", "x bf16", "dB"),
+)
+GPU_COLUMNS = (
+    *("wire", "MB sent", "us", "p95", "alone", "host", "pack", "wire", "unpack", "raw"),
+    *("remote", "x bf16", "x choice", "dB"),
 )
 Record = dict[str, Any]
 
@@ -39,7 +44,8 @@ def leg_record(config: Config, case: CaseTimes, wire: str, leg: str, sqnr_db: fl
     sent, remote = (rows.choices, rows.remote_choices) if is_plain else (rows.all, rows.remote)
     seconds = {name: summary_record(variant[leg]) for name, variant in case.whole.items() if leg in variant}
     median = seconds[wire]["median"]
-    stages = {stage: f"{leg}.{stage}" for stage in STAGES}
+    stages = {} if is_plain else {stage: case.stages[wire].get(f"{leg}.{stage}") for stage in STAGES}
+    own = case.whole[wire]
     return {
         "record": "leg",
         "config": asdict(config),
@@ -51,9 +57,8 @@ def leg_record(config: Config, case: CaseTimes, wire: str, leg: str, sqnr_db: fl
         "sent_bytes": remote * row_bytes,
         "sent_bytes_per_token": remote * row_bytes / config.num_tokens,
         "seconds": seconds[wire],
-        "stage_seconds": {
-            stage: summary_record(case.stages[wire][name]) for stage, name in stages.items() if not is_plain
-        },
+        **{f"{how}_seconds": summary_record(own[f"{leg}.{how}"]) for how in HOW if f"{leg}.{how}" in own},
+        "stage_seconds": {stage: summary_record(times) for stage, times in stages.items() if times},
         "raw_seconds": seconds.get(f"raw {wire}"),
         "logical_gbps": gbps(sent * row_bytes, median),
         "remote_gbps": gbps(remote * row_bytes, median),
@@ -82,8 +87,9 @@ def case_text(config: Config, records: Sequence[Record]) -> str:
     )
     parts = [title]
     for leg in LEGS:
-        table = [leg_row(record) for record in legs if record["leg"] == leg]
-        parts.append(f"{leg}\n{format_table(COLUMNS, table)}")
+        is_on_gpu = "alone_seconds" in first
+        table = [(gpu_leg_row if is_on_gpu else leg_row)(record) for record in legs if record["leg"] == leg]
+        parts.append(f"{leg}\n{format_table(GPU_COLUMNS if is_on_gpu else COLUMNS, table)}")
     copies = [record for record in mine if record["record"] == "copy"]
     copy = copies[0]
     parts.append(
@@ -111,6 +117,27 @@ def leg_row(record: Record) -> list[str]:
         number(record["remote_gbps"]),
         number(record["bf16_equivalent_gbps"]),
         number(record["speedup_over_bf16"]),
+        "exact" if record["is_exact"] else number(record["sqnr_db"]),
+    ]
+
+
+def gpu_leg_row(record: Record) -> list[str]:
+    """The same for a GPU; times in us."""
+
+    def us(summary: Mapping[str, float] | None, key: str = "median") -> str:
+        return number(None if summary is None else 1e6 * summary[key])
+
+    return [
+        record["wire"],
+        number(record["sent_bytes"] / 1e6),
+        us(record["seconds"]),
+        us(record["seconds"], "p95"),
+        *(us(record[f"{how}_seconds"]) for how in HOW),
+        *(us(record["stage_seconds"].get(stage)) for stage in STAGES),
+        us(record["raw_seconds"]),
+        number(record["remote_gbps"]),
+        number(record["speedup_over_bf16"]),
+        number(record["speedup_over_per_choice"]),
         "exact" if record["is_exact"] else number(record["sqnr_db"]),
     ]
 
@@ -144,27 +171,48 @@ def environment_text(run: Record) -> str:
         [
             f"fp4comm {run['fp4comm']} ({run['commit'] or 'no commit'}), {run['date']}: {run['command']}",
             f"{run['ranks']} ranks on {run['cores']} cores of {run['cpu']}, kernels {run['isa']}, {run['system']}",
+            *([gpu_text(run)] if run["device"] == "cuda" else []),
             f"transport {run['transport']}{', ' + run['mpi'] if run['mpi'] else ''}; "
             f"Python {run['python']}, torch {run['torch']}, NumPy {run['numpy']}",
         ]
     )
 
 
+def gpu_text(run: Record) -> str:
+    """The GPUs and what drives them."""
+    return (
+        f"{run['gpu']} each, driver {run['driver']}, CUDA {run['cuda']}, CuPy {run['cupy']}, NCCL {run['nccl']}; "
+        f"{run['calls']} calls in a row"
+    )
+
+
 def notes(run: Record) -> str:
     """What the columns mean and what the figures do not tell."""
-    lines = [
-        "",
-        "ms, p95: median and 95th percentile over rounds of the slowest rank's time; every round has new routes.",
-        "pack, wire, unpack: medians in rounds of their own, with a barrier before each stage.",
-        "raw: the bare transport with messages of the same sizes. dB: signal to noise, against no rounding, of the",
-        "received rows, and of the result of both legs with experts that only scale.",
-        "GB/s per rank: logical = all rows, own too; remote = rows to other ranks; bf16-eq = all rows, were they BF16.",
-        f"{PER_CHOICE}: a plain dispatcher, one BF16 row per expert choice instead of one per rank, same transport.",
-    ]
-    if run["ranks"] > 1:
+    is_on_gpu = run["device"] == "cuda"
+    lines = ["", *(GPU_NOTES if is_on_gpu else NOTES)]
+    if run["ranks"] > 1 and not is_on_gpu:
         lines.append("NOTE: if the ranks share a machine's memory, the wire is a memory copy, not a network.")
     if run["ranks"] > run["cores"]:
         lines.append(f"NOTE: {run['ranks']} ranks share {run['cores']} cores, for conversions and for copies alike.")
     if run["ranks"] == 1:
         lines.append("NOTE: one rank: nothing is sent, the rows stay where they were packed.")
     return "\n".join(lines)
+
+
+NOTES = (
+    "ms, p95: median and 95th percentile over rounds of the slowest rank's time; every round has new routes.",
+    "pack, wire, unpack: medians in rounds of their own, with a barrier before each stage.",
+    "raw: the bare transport with messages of the same sizes. dB: signal to noise, against no rounding, of the",
+    "received rows, and of the result of both legs with experts that only scale.",
+    "GB/s per rank: logical = all rows, own too; remote = rows to other ranks; bf16-eq = all rows, were they BF16.",
+    f"{PER_CHOICE}: a plain dispatcher, one BF16 row per expert choice instead of one per rank, same transport.",
+)
+GPU_NOTES = (
+    "us, p95: device time of a call in a row of calls, median and 95th percentile over rounds of the slowest rank's.",
+    "alone: of a call on an idle device, with its launches from Python. host: until that call returns to Python.",
+    "pack, wire, unpack: device time in rounds of their own; a wait for the other ranks counts as wire.",
+    "raw: the bare transport with messages of the same sizes. dB: signal to noise, against no rounding, of the",
+    "received rows, and of the result of both legs with experts that only scale. remote: GB/s to other ranks.",
+    f"{PER_CHOICE}: a plain dispatcher, one BF16 row per expert choice instead of one per rank, same transport;",
+    "with cached routes it knows its routes, too.",
+)

@@ -57,6 +57,67 @@ def bandwidth_row(dispatch: Record, combine: Record) -> list[str]:
     ]
 
 
+def gpu_bandwidth_table(run: Record, records: Sequence[Record]) -> str:
+    """Both legs by wire format, with their ratios to BF16 rows, one per rank and one per choice of an expert."""
+    leg_header = ["us", "alone us", "x bf16", "x choice"]
+    header = ["wire", "MB sent", "dB", *(f"{leg} {column}" for leg in ("dispatch", "combine") for column in leg_header)]
+    legs = [record for record in records if record["record"] == "leg"]
+    tables = []
+    for config in unique(record["config"] for record in legs):
+        of_config = {(record["wire"], record["leg"]): record for record in legs if record["config"] == config}
+        rows = [
+            gpu_bandwidth_row(of_config[wire, "dispatch"], of_config[wire, "combine"])
+            for wire in unique(wire for wire, _ in of_config)
+        ]
+        copy = next(record for record in records if record["record"] == "copy" and record["config"] == config)
+        tables.append(
+            f"{Config(**config)}:\n\n{markdown(header, rows)}\n"
+            f"A device copy of the BF16 rows, one per rank: {number(1e6 * copy['seconds']['median'])} us.\n"
+        )
+    where = f"{run['ranks']} ranks, {run['gpu']} each, transport {run['transport']}"
+    legend = (
+        f"Device time of a call among {run['calls']} in a row, and of one alone with its launches from Python.\n"
+        "x bf16, x choice: how many times as fast as BF16 rows, one per rank (bf16) and one per choice (bf16/choice).\n"
+    )
+    return "\n".join(tables) + f"\n{legend}\n{gpu_provenance(run, where)}\n"
+
+
+def gpu_bandwidth_row(dispatch: Record, combine: Record) -> list[str]:
+    """A wire format's line: device times of calls in a row, and of one call on an idle device."""
+    cells = [
+        dispatch["wire"],
+        number(dispatch["sent_bytes"] / 1e6),
+        "exact" if dispatch["is_exact"] else number(dispatch["sqnr_db"]),
+    ]
+    for leg in (dispatch, combine):
+        cells += [number(1e6 * leg[key]["median"]) for key in ("seconds", "alone_seconds")]
+        cells += [number(leg["speedup_over_bf16"]), number(leg["speedup_over_per_choice"])]
+    return cells
+
+
+def gpu_codec_table(run: Record, records: Sequence[Record]) -> str:
+    """Device time of every conversion, and its share of a device copy of as many bytes."""
+    rows = [
+        [
+            record["name"],
+            number(1e6 * record["seconds"]["median"]),
+            "-" if record["is_latency"] else number(record["gbps"] / 1e3),
+            "-" if record["is_latency"] else f"{100 * record['share_of_copy']:.0f} %",
+        ]
+        for record in records
+        if record["record"] == "conversion"
+    ]
+    where = f"{run['gpu']}, {run['rows']} rows of {run['hidden']}"
+    table = markdown(["conversion", "us", "TB/s", "of a device copy"], rows)
+    return f"{table}\n{gpu_provenance(run, where)}\n"
+
+
+def gpu_provenance(run: Record, where: str) -> str:
+    """`provenance` with what else is at work on a GPU."""
+    versions = f"driver {run['driver']}, CUDA {run['cuda']}, CuPy {run['cupy']}, NCCL {run['nccl']}"
+    return provenance(run, f"{where}, {versions}")
+
+
 def codec_table(run: Record, records: Sequence[Record]) -> str:
     """Speed of every conversion."""
     rows = [
@@ -79,7 +140,12 @@ def provenance(run: Record, where: str) -> str:
     return f"{where}; {run['date']}, fp4comm {run['fp4comm']}, torch {run['torch']}. Command: `{run['command']}`"
 
 
-TABLES: dict[str, Callable[[Record, Sequence[Record]], str]] = {"bandwidth": bandwidth_table, "codec": codec_table}
+TABLES: dict[tuple[str, str], Callable[[Record, Sequence[Record]], str]] = {
+    ("bandwidth", "cpu"): bandwidth_table,
+    ("bandwidth", "cuda"): gpu_bandwidth_table,
+    ("codec", "cpu"): codec_table,
+    ("codec", "cuda"): gpu_codec_table,
+}
 
 
 def make_table(name: str, results: Path) -> str:
@@ -92,7 +158,7 @@ def make_table(name: str, results: Path) -> str:
     if not path.exists():
         raise ValueError(f"table {name!r}: there is no {path.name} in {results.name}/")
     run, *records = read_json_lines(path)
-    return TABLES[run["benchmark"]](run, records)
+    return TABLES[run["benchmark"], run.get("device", "cpu")](run, records)
 
 
 def with_tables(text: str, results: Path) -> str:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fp4comm import EPCommunicator, Precision
+from fp4comm import FP8Tensor
 
+from .clocks import make_clock
 from .common import Budget, Scratch, Times, measure
-from .gate import bf16_rows
-from .per_choice import PerChoice, messages
+from .device import on_device
+from .gate import bf16_rows, make_communicator
+from .per_choice import PerChoice, Routes, messages
 from .ranks import Ranks
 from .workload import DTYPES, Batch, Workload
 
 PER_CHOICE = "bf16/choice"  # the plain dispatcher in reports
 STAGES = ("pack", "wire", "unpack")
 NUM_CHECK_TOKENS = 16  # few, so that the fixed cost of the checks shows
+NUM_GPU_ROUTES = 4  # sets of routes on a GPU, where making new ones takes far longer than a round
 
 
 @dataclass(frozen=True)
@@ -42,23 +45,55 @@ class CaseTimes:
     rows: Rows
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """The routes of one round."""
+
+    batch: Batch
+    rows_to_rank: list[int]
+    rows_from_rank: list[int]
+    totals: list[int]  # rows and remote rows; the same of the plain dispatcher
+
+
 class Round:
-    """The routes of the current round; tells the variants what to send."""
+    """The routes of the current round; tells the variants what to send. On a GPU a few sets of routes take turns."""
 
     def __init__(self, ranks: Ranks, workload: Workload) -> None:
-        self.ranks, self.workload = ranks, workload
+        self.ranks, self.workload, self.device = ranks, workload, ranks.device
         self.totals: list[list[int]] = []
+        self.index = 0
+        self._kept: dict[int, Prepared] = {}
+
+    @cached_property
+    def x(self) -> Tensor | FP8Tensor:
+        """This rank's tokens."""
+        return on_device(self.workload.x(self.ranks.rank), self.device)
 
     def prepare(self, index: int) -> None:
         """Makes the routes of round `index` and counts their rows."""
+        is_on_gpu = self.device.type == "cuda"
+        self.index = index % NUM_GPU_ROUTES if is_on_gpu else index
+        prepared = self._kept.get(self.index) or self._make()
+        if is_on_gpu:
+            self._kept[self.index] = prepared
+        self.batch, self.rows_to_rank, self.rows_from_rank = (
+            prepared.batch,
+            prepared.rows_to_rank,
+            prepared.rows_from_rank,
+        )
+        self.totals.append(prepared.totals)
+
+    def _make(self) -> Prepared:
         config, rank = self.workload.config, self.ranks.rank
-        self.batch: Batch = self.workload.batch(rank, index)
-        rows = config.rows_to_rank(self.batch.topk_idx)
-        choices = self.batch.topk_idx[self.batch.topk_idx >= 0] // config.num_local_experts
+        batch = self.workload.batch(rank, self.index)
+        rows = config.rows_to_rank(batch.topk_idx)
+        if config.has_capacity and self.device.type == "cuda":
+            rows = torch.full_like(rows, config.num_tokens)  # all messages have that size
+        choices = batch.topk_idx[batch.topk_idx >= 0] // config.num_local_experts
         per_rank = torch.bincount(choices, minlength=config.num_ranks)
-        self.rows_to_rank: list[int] = rows.tolist()
-        self.rows_from_rank: list[int] = self.ranks.exchange_counts(rows).tolist()
-        self.totals.append([n for sent in (rows, per_rank) for n in (int(sent.sum()), int(sent.sum() - sent[rank]))])
+        totals = [n for sent in (rows, per_rank) for n in (int(sent.sum()), int(sent.sum() - sent[rank]))]
+        from_rank: list[int] = self.ranks.exchange_counts(rows).tolist()
+        return Prepared(batch.to(self.device), rows.tolist(), from_rank, totals)
 
     def mean_rows(self) -> Rows:
         """Averages over all ranks and rounds so far."""
@@ -67,134 +102,123 @@ class Round:
         return Rows(*(sum(column) / len(gathered) for column in zip(*gathered, strict=True)))
 
 
-class Clock:
-    """Times intervals that all ranks enter together."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-        self.times: Times = {}
-
-    @contextmanager
-    def interval(self, name: str) -> Iterator[None]:
-        self.ranks.barrier()
-        start = time.perf_counter()
-        yield
-        self.times[name] = time.perf_counter() - start
-
-    def take(self) -> Times:
-        """What was timed since the last call."""
-        times, self.times = self.times, {}
-        return times
-
-
 class WireVariant:
     """Dispatch and combine of fp4comm with one wire format on both legs."""
 
     def __init__(
-        self, ranks: Ranks, workload: Workload, wire: str, current: Round, scratch: Scratch, check_inputs: bool = True
+        self, current: Round, wire: str, scratch: Scratch, num_calls: int, check_inputs: bool | None = None
     ) -> None:
-        config = workload.config
-        self.comm = EPCommunicator(
-            ranks.group,
-            num_experts=config.num_experts,
-            hidden=config.hidden,
-            precision=Precision(wire, wire, wire, wire),
-            check_inputs=check_inputs,
-        )
-        self.config, self.current, self.scratch = config, current, scratch
-        self.x = workload.x(ranks.rank)
-        self.clock = Clock(ranks)
+        self.config, self.current, self.scratch = current.workload.config, current, scratch
+        self.comm = make_communicator(current.ranks, self.config, wire, check_inputs)
+        self.clock = make_clock(current.ranks, num_calls)
+        self._handles: dict[int, Any] = {}
 
     def __call__(self, index: int) -> Times:
-        config, comm = self.config, self.comm
-        batch = self.current.batch
-        routes: dict[str, Any] = {"topk_idx": batch.topk_idx, "topk_weights": batch.topk_weights}
-        routes["layout"] = config.layout
-        if config.is_cached:
-            routes = {"handle": comm.dispatch(self.x, **routes)[1]}
-            comm.traffic.clear()
+        config, comm, x = self.config, self.comm, self.current.x
+        routes = {"handle": self._handle()} if config.is_cached else self._new_routes()
         out = "fp8" if config.output == "fp8" else DTYPES[config.output]
-        with self.clock.interval("dispatch"):
-            received, handle = comm.dispatch(self.x, **routes, out=out)
-        num_rows = sum(received.num_rows_per_expert) if config.layout == "expert" else len(received.topk_idx)
+        received, handle = self.clock.call("dispatch", lambda: comm.dispatch(x, **routes, out=out))
+        num_rows = len(received.x.data)
         del received
         dtype = torch.float32 if config.output == "fp32" else torch.bfloat16
         y = self.scratch.rows("y", num_rows, config.hidden, dtype)
-        with self.clock.interval("combine"):
-            comm.combine(y, handle)
+        self.clock.call("combine", lambda: comm.combine(y, handle))
         return self.clock.take()
 
+    def _new_routes(self) -> dict[str, Any]:
+        batch = self.current.batch
+        return {"topk_idx": batch.topk_idx, "topk_weights": batch.topk_weights, "layout": self.config.layout}
+
+    def _handle(self) -> Any:
+        """Of a dispatch along the current routes, which is not timed."""
+        index = self.current.index
+        handle = self._handles.get(index)
+        if handle is None:
+            handle = self.comm.dispatch(self.current.x, **self._new_routes())[1]
+            self.comm.traffic.clear()
+            self.clock.take()  # the stages of this dispatch
+            if self.current.device.type == "cuda":
+                self._handles[index] = handle
+        return handle
+
     def by_stage(self, index: int) -> Times:
-        """The same with the stages timed, each after a barrier, so that none waits for another rank's earlier stage."""
-        self.comm.stage_hook = self.clock.interval
-        times = self(index)
-        self.comm.stage_hook = None
+        """The same with the stages timed."""
+        with self.clock.stages() as hook:
+            self.comm.stage_hook = hook
+            times = self(index)
+            self.comm.stage_hook = None
         return times
 
 
-def per_choice_variant(ranks: Ranks, workload: Workload, current: Round, scratch: Scratch) -> Callable[[int], Times]:
-    """The plain dispatcher."""
-    config = workload.config
-    baseline = PerChoice(ranks.transport, config.num_experts, config.layout == "expert")
-    x, clock = bf16_rows(workload.x(ranks.rank)), Clock(ranks)
+def per_choice_variant(current: Round, scratch: Scratch, num_calls: int) -> Callable[[int], Times]:
+    """The plain dispatcher; along known routes, if fp4comm has them too."""
+    config, ranks = current.workload.config, current.ranks
+    baseline = PerChoice(ranks.transport, config.num_experts, config.layout == "expert", ranks.device)
+    x, clock = bf16_rows(current.x), make_clock(ranks, num_calls)
+    known: dict[int, Routes] = {}
 
     def run(index: int) -> Times:
-        batch = current.batch
-        with clock.interval("dispatch"):
-            recv_x, routes = baseline.dispatch(x, batch.topk_idx, batch.topk_weights)
+        batch, routes = current.batch, None
+        if config.is_cached:
+            routes = known.get(current.index) or baseline.route(batch.topk_idx, batch.topk_weights)
+            known.clear() if current.device.type == "cpu" else known.update({current.index: routes})
+        recv_x, routes = clock.call(
+            "dispatch", lambda: baseline.dispatch(x, batch.topk_idx, batch.topk_weights, routes)
+        )
         num_rows = len(recv_x)
         del recv_x
         y = scratch.rows("y", num_rows, config.hidden, torch.bfloat16)
-        with clock.interval("combine"):
-            baseline.combine(y, routes)
+        clock.call("combine", lambda: baseline.combine(y, routes))
         return clock.take()
 
     return run
 
 
-def raw_variant(
-    ranks: Ranks, workload: Workload, wire: str, current: Round, scratch: Scratch
-) -> Callable[[int], Times]:
+def raw_variant(current: Round, wire: str, scratch: Scratch, num_calls: int) -> Callable[[int], Times]:
     """The bare transport with messages of the same sizes."""
-    config, clock = workload.config, Clock(ranks)
+    config, ranks = current.workload.config, current.ranks
+    clock, transport = make_clock(ranks, num_calls), ranks.transport
+
+    def send_rows(num_rows: int, width: int) -> Tensor:
+        if ranks.device.type == "cuda":
+            return transport.send_buffer((num_rows, width), ranks.device)
+        return scratch.rows("send", num_rows, width, torch.uint8)
 
     def run(index: int) -> Times:
-        for leg, send_rows, recv_rows in (
+        for leg, to_rank, from_rank in (
             ("dispatch", current.rows_to_rank, current.rows_from_rank),
             ("combine", current.rows_from_rank, current.rows_to_rank),
         ):
             width = config.row_bytes(wire, leg)
-            outgoing = messages(scratch.rows("send", sum(send_rows), width, torch.uint8), send_rows)
-            incoming = messages(scratch.rows("receive", sum(recv_rows), width, torch.uint8), recv_rows)
-            with clock.interval(leg):
-                ranks.transport.exchange(outgoing, incoming)
+            outgoing = messages(send_rows(sum(to_rank), width), to_rank)
+            incoming = messages(scratch.rows("receive", sum(from_rank), width, torch.uint8), from_rank)
+            clock.call(leg, partial(transport.exchange, outgoing, incoming))
         return clock.take()
 
     return run
 
 
-def copy_variant(ranks: Ranks, workload: Workload, current: Round, scratch: Scratch) -> Callable[[int], Times]:
+def copy_variant(current: Round, scratch: Scratch, num_calls: int) -> Callable[[int], Times]:
     """A memory copy of the rows in BF16, on all ranks at once."""
-    width, clock = workload.config.bf16_row_bytes, Clock(ranks)
+    width, clock = current.workload.config.bf16_row_bytes, make_clock(current.ranks, num_calls)
 
     def run(index: int) -> Times:
         source = scratch.rows("send", sum(current.rows_to_rank), width, torch.uint8)
         target = scratch.rows("receive", sum(current.rows_to_rank), width, torch.uint8)
-        with clock.interval("copy"):
-            target.copy_(source)
+        clock.call("copy", lambda: target.copy_(source))
         return clock.take()
 
     return run
 
 
-def measure_case(ranks: Ranks, workload: Workload, wires: list[str], budget: Budget) -> CaseTimes:
+def measure_case(ranks: Ranks, workload: Workload, wires: list[str], budget: Budget, num_calls: int = 1) -> CaseTimes:
     """Times all variants of one case: two thirds of the time for whole calls, the rest for their stages."""
-    current, scratch = Round(ranks, workload), Scratch()
-    wire_variants = {wire: WireVariant(ranks, workload, wire, current, scratch) for wire in wires}
+    current, scratch = Round(ranks, workload), Scratch(ranks.device)
+    wire_variants = {wire: WireVariant(current, wire, scratch, num_calls) for wire in wires}
     variants: dict[str, Callable[[int], Times]] = {**wire_variants}
-    variants[PER_CHOICE] = per_choice_variant(ranks, workload, current, scratch)
-    variants |= {f"raw {wire}": raw_variant(ranks, workload, wire, current, scratch) for wire in wires}
-    variants["copy"] = copy_variant(ranks, workload, current, scratch)
+    variants[PER_CHOICE] = per_choice_variant(current, scratch, num_calls)
+    variants |= {f"raw {wire}": raw_variant(current, wire, scratch, num_calls) for wire in wires}
+    variants["copy"] = copy_variant(current, scratch, num_calls)
 
     def rounds(variants: dict[str, Callable[[int], Times]], budget: Budget) -> dict[str, dict[str, list[float]]]:
         times = measure(variants, budget, prepare=current.prepare, decide=ranks.any)
@@ -209,14 +233,13 @@ def measure_case(ranks: Ranks, workload: Workload, wires: list[str], budget: Bud
     return CaseTimes(whole, stages, rows)
 
 
-def measure_checks(ranks: Ranks, workload: Workload, wire: str, budget: Budget) -> dict[str, dict[str, list[float]]]:
+def measure_checks(
+    ranks: Ranks, workload: Workload, wire: str, budget: Budget, num_calls: int = 1
+) -> dict[str, dict[str, list[float]]]:
     """The same few tokens with `check_inputs` off and on, along new routes and, for dispatch, along cached ones."""
-    config = replace(workload.config, num_tokens=NUM_CHECK_TOKENS, is_cached=True)
-    small = replace(workload, config=config)
-    current, scratch = Round(ranks, small), Scratch()
-    variants = {
-        name: WireVariant(ranks, small, wire, current, scratch, check_inputs=name == "on") for name in ("off", "on")
-    }
+    config = replace(workload.config, num_tokens=NUM_CHECK_TOKENS, is_cached=True, has_capacity=False)
+    current, scratch = Round(ranks, replace(workload, config=config)), Scratch(ranks.device)
+    variants = {name: WireVariant(current, wire, scratch, num_calls, name == "on") for name in ("off", "on")}
     short = Budget(0.2, min(budget.secs, 2.0), budget.repeats)
     times = measure(variants, short, prepare=current.prepare, decide=ranks.any)
     for variant in variants.values():

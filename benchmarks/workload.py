@@ -34,6 +34,7 @@ class Config:
     is_cached: bool = False
     trace: str = ""
     seed: int = 0
+    has_capacity: bool = False
 
     @property
     def num_local_experts(self) -> int:
@@ -43,7 +44,8 @@ class Config:
         routes = f"trace {self.trace}" if self.trace else f"skew {self.skew:g}"
         return (
             f"{self.num_tokens} tokens per rank x {self.hidden}, top-{self.num_topk} of {self.num_experts} experts, "
-            f"{routes}{', cached routes' if self.is_cached else ''}, layout {self.layout}, "
+            f"{routes}{', cached routes' if self.is_cached else ''}"
+            f"{', fixed capacity' if self.has_capacity else ''}, layout {self.layout}, "
             f"{self.input} in, {self.output} out"
         )
 
@@ -76,6 +78,10 @@ class Batch:
 
     topk_idx: Tensor
     topk_weights: Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """The same there."""
+        return Batch(self.topk_idx.to(device), self.topk_weights.to(device))
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,11 @@ class Ranks:
         else:
             self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
+    @property
+    def transport(self) -> str:
+        """That of CPU tensors, also where there are GPUs."""
+        return "loopback" if self.group is None else "mpi" if self._is_mpi else "process_group"
+
     def sum(self, values: Tensor) -> Tensor:
         """The sum of `values` over the ranks, the same bits on all of them."""
         if self.size == 1:
@@ -246,6 +251,7 @@ def make_communicator(settings: Settings, wire: str, ranks: Ranks, seed: int) ->
         num_experts=settings.experts,
         hidden=settings.hidden,
         precision=settings.precision(wire),
+        transport=ranks.transport,
         seed=seed,
     )
 

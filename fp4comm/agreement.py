@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -21,36 +21,52 @@ def agree(
     error: Exception | None = None,
     values: Tensor | None = None,
 ) -> Tensor:
-    """Compares `facts` over the ranks, and exchanges a number for each other rank with the same message.
+    """Compares `facts` over the ranks, and exchanges numbers for each other rank with the same message.
 
     Args:
         transport: the ranks that must agree.
         operation: what this rank is about to do, e.g. "dispatch".
         facts: what must be equal on all ranks; values that JSON can hold.
         error: what went wrong on this rank already, if anything.
-        values: `[num_ranks]` int64, e.g. how many rows this rank has for each other; None = 0.
+        values: `[num_ranks, n]` int64, on the CPU or the transport's device, e.g. how many rows this rank has for each
+            other; None = a 0 each. n is equal on all ranks.
 
     Returns:
-        `[num_ranks]` int64, the value that each rank has for this one.
+        `[num_ranks, n]` int64 on the CPU, the values that each rank has for this one.
 
     Raises:
         InvalidArgument: on all ranks alike: a rank had one, or the facts or operations differ.
         TransportError: on all ranks alike: a rank had another error; that rank raises its own.
     """
-    values = torch.zeros(transport.num_ranks, dtype=torch.int64) if values is None else values
-    if transport.num_ranks == 1:
+    return begin_agreement(transport, operation, facts, error, values)()
+
+
+def begin_agreement(
+    transport: Transport,
+    operation: str,
+    facts: Mapping[str, object],
+    error: Exception | None = None,
+    values: Tensor | None = None,
+) -> Callable[[], Tensor]:
+    """`agree` in two parts: returns what waits for the result, so that a device can be given work meanwhile."""
+    num_ranks = transport.num_ranks
+    values = torch.zeros(num_ranks, 1, dtype=torch.int64) if values is None else values
+    if num_ranks == 1:
         if error is not None:
             raise error
-        return values
+        return values.cpu
     statement = json.dumps({"operation": operation, **facts}, sort_keys=True, default=str)
-    mine = torch.empty(transport.num_ranks, 3, dtype=torch.int64)
-    mine[:, 0] = error is not None
-    mine[:, 1] = zlib.crc32(statement.encode())
-    mine[:, 2] = values
-    theirs = transport.all_to_all(mine)
-    if bool(theirs[:, 0].any()) or not bool((theirs[:, 1] == mine[0, 1]).all()):
-        _raise_together(transport, statement, error)
-    return theirs[:, 2].contiguous()
+    checksum = zlib.crc32(statement.encode())
+    header = torch.tensor([[error is not None, checksum]] * num_ranks, dtype=torch.int64)
+    wait = transport.begin_all_to_all([header, values])
+
+    def finish() -> Tensor:
+        theirs = wait()
+        if bool(theirs[:, 0].any()) or not bool((theirs[:, 1] == checksum).all()):
+            _raise_together(transport, statement, error)
+        return theirs[:, 2:].contiguous()
+
+    return finish
 
 
 def _raise_together(transport: Transport, statement: str, error: Exception | None) -> None:

@@ -49,8 +49,7 @@ class Dispatch(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         recv_topk_weights, recv_x = routing.weights_for_experts(), None
         if dtype is not None:
-            recv_x = empty((routing.num_rows, exchange.hidden), dtype)
-            exchange.unpack("dispatch", arrived, Rows.of(recv_x), routing.source_rows)
+            recv_x = exchange.received_rows(arrived, routing, dtype)
         needs_x, needs_weights, *_ = ctx.needs_input_grad
         constant = [recv_x] * (not needs_x and recv_x is not None) + [recv_topk_weights] * (not needs_weights)
         ctx.mark_non_differentiable(*constant)
@@ -63,12 +62,13 @@ class Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         exchange, routing = ctx.exchange, ctx.routing
         if grad_recv_x is None:
-            grad_recv_x = torch.zeros(routing.num_rows, exchange.hidden, dtype=ctx.x_dtype)
+            device = routing.recv_topk_weights.device
+            grad_recv_x = torch.zeros(routing.num_rows, exchange.hidden, dtype=ctx.x_dtype, device=device)
         slot_grads = None
         if ctx.needs_input_grad[1]:
             grad_weights = torch.zeros_like(routing.weights_for_experts()) if grad_weights is None else grad_weights
             slot_grads = routing.slot_values(grad_weights)
-        grad_x = empty((routing.plan.num_tokens, exchange.hidden), ctx.x_dtype)
+        grad_x = empty((routing.plan.num_tokens, exchange.hidden), ctx.x_dtype, grad_recv_x.device)
         rows = Rows.of(grad_recv_x)
         grad_topk_weights = exchange.to_tokens("grad_combine", rows, routing, grad_x, slot_values=slot_grads)
         return grad_x if ctx.needs_input_grad[0] else None, grad_topk_weights, None, None, None, None
@@ -82,7 +82,7 @@ class Combine(torch.autograd.Function):
         ctx: Any, y: Tensor, recv_topk_weights: Tensor | None, anchor: Tensor, exchange: Exchange, routing: Routing
     ) -> Tensor:
         is_weighted = recv_topk_weights is not None
-        combined_x = empty((routing.plan.num_tokens, exchange.hidden), y.dtype)
+        combined_x = empty((routing.plan.num_tokens, exchange.hidden), y.dtype, y.device)
         exchange.to_tokens("combine", Rows.of(y), routing, combined_x, is_weighted)
         ctx.exchange, ctx.routing, ctx.y_dtype = exchange, routing, y.dtype
         # only the gradient of the weights needs y
@@ -94,11 +94,12 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         exchange, routing = ctx.exchange, ctx.routing
         y, recv_topk_weights, _ = ctx.saved_tensors
-        arrived = exchange.to_experts("grad_dispatch", Rows.of(grad_out), routing)
+        send = exchange.pack("grad_dispatch", Rows.of(grad_out), routing.plan)
+        arrived = exchange.to_experts("grad_dispatch", send, routing.sizes)
         grad_y = grad_weights = None
         if ctx.needs_input_grad[0]:
-            grad_y = empty((routing.num_rows, exchange.hidden), ctx.y_dtype)
-            exchange.unpack("grad_dispatch", arrived, Rows.of(grad_y), routing.source_rows, recv_topk_weights)
+            grad_y = empty((routing.num_rows, exchange.hidden), ctx.y_dtype, grad_out.device)
+            exchange.unpack("grad_dispatch", arrived, Rows.of(grad_y), routing, recv_topk_weights)
         if y is not None:
             grad_weights = exchange.dot("grad_dispatch", Rows.of(y), arrived, routing.source_rows)
         return grad_y, grad_weights, torch.zeros(()), None, None

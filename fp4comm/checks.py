@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .backends import backend_for
 from .codec import FLOAT_DTYPES, FP8Tensor
 from .errors import require
 from .formats import BLOCK_SIZE
@@ -70,7 +71,9 @@ def check_dispatch(
     """Checks the arguments of `EPCommunicator.dispatch`."""
     if not isinstance(x, FP8Tensor):
         _check_rows("x", x, comm.hidden)
-    num_tokens, hidden = (x.data if isinstance(x, FP8Tensor) else x).shape
+    data = x.data if isinstance(x, FP8Tensor) else x
+    _check_device("x", data, comm)
+    num_tokens, hidden = data.shape
     require(hidden == comm.hidden, "x", f"{hidden} wide", f"[num_tokens, {comm.hidden}]")
     require(layout in (None, "expert", "rank"), "layout", repr(layout), "'expert' or 'rank'")
     require(
@@ -92,8 +95,8 @@ def check_dispatch(
     limit = comm.num_max_tokens_per_rank
     require(limit is None or num_tokens <= limit, "x", f"{num_tokens} rows", f"at most num_max_tokens_per_rank={limit}")
     if handle is None:
-        _check_routing(topk_idx, topk_weights, num_tokens, comm.num_experts)
-        if limit is not None and layout != "rank":
+        _check_routing(topk_idx, topk_weights, num_tokens, comm.num_experts, data.device)
+        if limit is not None and layout != "rank" and data.device.type == "cpu":
             _check_distinct(topk_idx, comm.num_local_experts)
     else:
         _check_handle(comm, handle)
@@ -103,13 +106,14 @@ def check_dispatch(
             "given together with a handle",
             "only one of the two: a handle has its routes, weights and layout",
         )
-        sent = handle.routing.plan.num_tokens
+        plan = handle.routing.plan
+        require(data.device == plan.topk_idx.device, "x", f"on {data.device}", f"{plan.topk_idx.device}, as then")
+        sent = plan.num_tokens
         require(num_tokens == sent, "x", f"{num_tokens} rows", f"{sent} rows, as in the dispatch that made the handle")
 
 
 def _check_rows(argument: str, rows: Any, hidden: int) -> None:
     require(isinstance(rows, Tensor), argument, f"a {type(rows).__name__}", "a tensor")
-    require(rows.device.type == "cpu", argument, f"on {rows.device}", "a CPU tensor")
     require(rows.dtype in FLOAT_DTYPES, argument, f"of dtype {rows.dtype}", f"one of {FLOAT_DTYPES}")
     require(
         rows.ndim == 2 and rows.shape[1] == hidden,
@@ -119,9 +123,16 @@ def _check_rows(argument: str, rows: Any, hidden: int) -> None:
     )
 
 
-def _check_routing(topk_idx: Any, topk_weights: Any, num_tokens: int, num_experts: int) -> None:
+def _check_device(argument: str, tensor: Tensor, comm: EPCommunicator) -> None:
+    accepted = f"{comm.device}, where transport {comm.transport!r} moves rows"
+    require(comm.device in (None, tensor.device), argument, f"on {tensor.device}", accepted)
+    require(tensor.device.type in ("cpu", "cuda"), argument, f"on {tensor.device}", "a CPU or CUDA tensor")
+    backend_for(tensor)
+
+
+def _check_routing(topk_idx: Any, topk_weights: Any, num_tokens: int, num_experts: int, device: torch.device) -> None:
     require(isinstance(topk_idx, Tensor), "topk_idx", f"a {type(topk_idx).__name__}", "a tensor, or a handle instead")
-    require(topk_idx.device.type == "cpu", "topk_idx", f"on {topk_idx.device}", "a CPU tensor")
+    require(topk_idx.device == device, "topk_idx", f"on {topk_idx.device}", f"{device}, where x is")
     require(
         topk_idx.dtype in (torch.int64, torch.int32),
         "topk_idx",
@@ -134,16 +145,12 @@ def _check_routing(topk_idx: Any, topk_weights: Any, num_tokens: int, num_expert
         f"of shape {list(topk_idx.shape)}",
         f"shape [{num_tokens}, num_topk], as x has {num_tokens} rows",
     )
-    if topk_idx.numel():
-        smallest, largest = (int(bound) for bound in torch.aminmax(topk_idx))
-        if smallest < -1 or largest >= num_experts:
-            token, slot = torch.nonzero((topk_idx < -1) | (topk_idx >= num_experts))[0].tolist()
-            received = int(topk_idx[token, slot])
-            require(False, f"topk_idx[{token}, {slot}]", received, f"0 to {num_experts - 1}, or -1 for none")
+    if device.type == "cpu":  # a GPU looks at them on the way, without the host having to wait
+        check_experts(topk_idx, num_experts)
     if topk_weights is None:
         return
     require(isinstance(topk_weights, Tensor), "topk_weights", f"a {type(topk_weights).__name__}", "a tensor or None")
-    require(topk_weights.device.type == "cpu", "topk_weights", f"on {topk_weights.device}", "a CPU tensor")
+    require(topk_weights.device == device, "topk_weights", f"on {topk_weights.device}", f"{device}, where x is")
     require(topk_weights.dtype == torch.float32, "topk_weights", f"of dtype {topk_weights.dtype}", "torch.float32")
     require(
         topk_weights.shape == topk_idx.shape,
@@ -151,6 +158,16 @@ def _check_routing(topk_idx: Any, topk_weights: Any, num_tokens: int, num_expert
         f"of shape {list(topk_weights.shape)}",
         f"the shape of topk_idx, {list(topk_idx.shape)}",
     )
+
+
+def check_experts(topk_idx: Tensor, num_experts: int) -> None:
+    """Checks that all entries name an expert or none."""
+    if topk_idx.numel():
+        smallest, largest = (int(bound) for bound in torch.aminmax(topk_idx))
+        if smallest < -1 or largest >= num_experts:
+            token, slot = torch.nonzero((topk_idx < -1) | (topk_idx >= num_experts))[0].tolist()
+            received = int(topk_idx[token, slot])
+            require(False, f"topk_idx[{token}, {slot}]", received, f"0 to {num_experts - 1}, or -1 for none")
 
 
 def _check_distinct(topk_idx: Any, num_local_experts: int) -> None:
@@ -176,6 +193,9 @@ def check_combine(comm: EPCommunicator, y: Tensor, handle: Handle, apply_weights
     """Checks the arguments of `EPCommunicator.combine`."""
     _check_handle(comm, handle)
     _check_rows("y", y, comm.hidden)
+    device = handle.routing.recv_topk_weights.device
+    require(y.device == device, "y", f"on {y.device}", f"{device}, where recv.x is")
+    backend_for(y)
     num_rows = handle.routing.num_rows
     require(
         y.shape[0] == num_rows,

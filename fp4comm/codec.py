@@ -103,17 +103,30 @@ class MXFP4Tensor:
             num_rows_per_expert: how the rows divide into consecutive groups; None = a single group.
             rows: int64, which rows of this tensor to take in which order, -1 = zeros; None = all as they are. A
                 received payload becomes the experts' columns with `Received.source_rows`; rows beyond the groups, which
-                a fixed capacity leaves, are not taken.
+                a fixed capacity leaves, are not taken. Not checked on a GPU, where that would mean to wait for it.
 
         Returns:
             The layout that wgrad GEMMs take, see `FP8Columns`.
         """
-        if rows is not None:
-            rows = _row_map(rows, self.num_rows)
-            rows = rows[: sum(num_rows_per_expert)] if num_rows_per_expert else rows
-        sizes = _group_sizes(num_rows_per_expert, self.num_rows if rows is None else len(rows))
+        rows, sizes = self._groups(num_rows_per_expert, rows)
         data, scales = backend_for(self.packed).fp8_columns(self._rows, rows, sizes)
         return FP8Columns(data, scales, sizes)
+
+    def to_fp8_rows_and_columns(
+        self, num_rows_per_expert: Sequence[int] | None = None, rows: Tensor | None = None
+    ) -> tuple[FP8Tensor, FP8Columns]:
+        """`to_fp8` and `to_fp8_columns` of the same rows at once; on a GPU from a single read."""
+        rows, sizes = self._groups(num_rows_per_expert, rows)
+        data, scales, *columns = backend_for(self.packed).fp8_rows_and_columns(self._rows, rows, sizes)
+        return FP8Tensor(data, scales), FP8Columns(columns[0], columns[1], sizes)
+
+    def _groups(
+        self, num_rows_per_expert: Sequence[int] | None, rows: Tensor | None
+    ) -> tuple[Tensor | None, tuple[int, ...]]:
+        if rows is not None:
+            rows = _row_map(rows, self.num_rows, self.packed.device)
+            rows = rows[: sum(num_rows_per_expert)] if num_rows_per_expert else rows
+        return rows, _group_sizes(num_rows_per_expert, self.num_rows if rows is None else len(rows))
 
     def to_mxfp4_columns(
         self, num_rows_per_expert: Sequence[int] | None = None, scale_mode: str = "even"
@@ -199,11 +212,8 @@ class FP8Tensor:
         """
         sizes = _group_sizes(num_rows_per_expert, self.num_rows)
         backend = backend_for(self.data)
-        is_power_of_two = (torch.frexp(self.scales).mantissa == 0.5) & (self.scales >= 2.0**-126)
-        if not is_power_of_two.all():
-            row, group = torch.nonzero(~is_power_of_two)[0].tolist()
-            received = self.scales[row, group].item()
-            require(False, f"scales[{row}, {group}]", received, "positive normal powers of two, as quantize_fp8 makes")
+        if self.scales.device.type == "cpu":  # on a GPU the conversion itself finds out
+            _check_powers_of_two(self.scales)
         data, scales = backend.fp8_columns(self._rows, None, sizes)
         return FP8Columns(data, scales, sizes)
 
@@ -428,10 +438,19 @@ def _group_sizes(num_rows_per_expert: Sequence[int] | None, num_rows: int) -> tu
     return sizes
 
 
-def _row_map(rows: Tensor, num_rows: int) -> Tensor:
+def _check_powers_of_two(scales: Tensor) -> None:
+    is_power_of_two = (torch.frexp(scales).mantissa == 0.5) & (scales >= 2.0**-126)
+    if not is_power_of_two.all():
+        row, group = torch.nonzero(~is_power_of_two)[0].tolist()
+        received = scales[row, group].item()
+        require(False, f"scales[{row}, {group}]", received, "positive normal powers of two, as quantize_fp8 makes")
+
+
+def _row_map(rows: Tensor, num_rows: int, device: torch.device) -> Tensor:
     _check_tensor("rows", rows, torch.int64)
     require(rows.ndim == 1, "rows", f"of shape {list(rows.shape)}", "one dimension")
-    if rows.numel():
+    require(rows.device == device, "rows", f"on {rows.device}", f"{device}, where the codes are")
+    if rows.numel() and device.type == "cpu":
         smallest, largest = int(rows.min()), int(rows.max())
         require(smallest >= -1 and largest < num_rows, "rows", f"{smallest} to {largest}", f"-1 to {num_rows - 1}")
     return rows.contiguous()

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from . import checks
-from .agreement import agree
+from .agreement import agree, begin_agreement
 from .autograd import Combine, Dispatch
-from .backends import Rows, backend_for
+from .backends import Rows, backend_for, raise_deferred
 from .codec import FP8Columns, FP8Tensor, MXFP4Tensor
 from .errors import ClosedError, InvalidArgument
 from .exchange import Exchange, StageHook, WireRows
 from .formats import Kind
+from .memory import to_host
 from .precision import Precision
-from .routing import NewRoutes, Routing, plan_send, worst_case_expert_rows
+from .routing import NewRoutes, Routing, SendPlan, Sizes, plan_send
 from .transport import make_transport
 
 
@@ -39,8 +42,11 @@ class Received:
 
     With layout "expert" there is a row per received token and local expert: ordered by expert, then source rank, then
     token, then slot, every expert's rows padded with zeros to a multiple of `expert_alignment`. With layout "rank"
-    there is a row per received token: ordered by source rank, then token. With `num_max_tokens_per_rank` the number of
-    rows is fixed and zero rows follow.
+    there is a row per received token: ordered by source rank, then token.
+
+    With `num_max_tokens_per_rank=n` the number of rows is fixed. In layout "expert" zero rows follow. In layout "rank",
+    and in what is said below to have a row per received token, the rows from rank r start at `r * n`, and the unused
+    ones are zero in x and have no expert.
 
     Attributes:
         x: `[num_rows, hidden]`: a tensor, or an `FP8Tensor` if dispatch was called with `out="fp8"`.
@@ -64,8 +70,19 @@ class Received:
 
     @property
     def num_rows_per_expert(self) -> tuple[int, ...]:
-        """Rows of each local expert with padding. Layout "expert"; else empty."""
-        return () if self._routing.experts is None else self._routing.experts.rows_per_expert
+        """Rows of each local expert with padding. Layout "expert"; else empty.
+
+        On a GPU with `num_max_tokens_per_rank` the host has to wait for the device to know them; see `expert_offsets`.
+        """
+        return self._routing.num_rows_per_expert
+
+    @property
+    def expert_offsets(self) -> Tensor | None:
+        """`[num_local_experts]` int32, where each local expert's rows end, padding included. None in layout "rank".
+
+        On the device of x: what `torch._grouped_mm` and torch's `grouped_mm` take as `offs`.
+        """
+        return None if self._routing.experts is None else self._routing.experts.ends
 
     @property
     def source_rows(self) -> Tensor | None:
@@ -107,7 +124,9 @@ class Received:
         is_fp8 = isinstance(self.x, FP8Tensor)
         num_rows, hidden = self.x.data.shape
         kind = "FP8Tensor" if is_fp8 else str(self.x.data.dtype)
-        return f"Received(x=[{num_rows}, {hidden}] {kind}, num_rows_per_expert={self.num_rows_per_expert})"
+        known = self._routing.sizes.padded_rows_per_expert  # the rest would wait for a device
+        per_expert = "" if known is None else f", num_rows_per_expert={known}"
+        return f"Received(x=[{num_rows}, {hidden}] {kind}, layout={self._routing.layout!r}{per_expert})"
 
 
 class EPCommunicator:
@@ -117,17 +136,20 @@ class EPCommunicator:
 
     Args:
         group: the ranks that share the experts: an mpi4py communicator, a torch ProcessGroup, a one-dimensional
-            DeviceMesh, None for a single process, or a `fp4comm.transport.Transport` of your own.
+            DeviceMesh, None for a single process, or a `fp4comm.transport.Transport` of your own. For GPUs each
+            process must have chosen its own (`torch.cuda.set_device`), as `world_group` does.
         num_experts: experts of the layer, a multiple of the number of ranks.
         hidden: width of a token, a multiple of 32.
         precision: a `Precision` or the name of a recipe: "fp4" (default), "fp8", "mxfp4", "bf16", "fp32".
         expert_alignment: each expert's rows are padded to a multiple of it (16 and 128 suit FP8 GEMMs).
-        num_max_tokens_per_rank: at most so many tokens per rank and dispatch; results then have a fixed shape.
-            None = as many rows as arrive.
-        transport: "auto", "loopback", "mpi" or "process_group".
+        num_max_tokens_per_rank: at most so many tokens per rank and dispatch; results then have a fixed shape, and on a
+            GPU the host never waits for the device, so that calls can be captured in a CUDA graph. All messages then
+            have the size of that many rows. None = as many rows as arrive.
+        transport: "auto", "loopback", "mpi", "process_group" or "nccl". "auto" takes NCCL where every rank has a GPU.
         check_inputs: compare the arguments of every call over the ranks before anything is sent, so that a bad one
-            raises the same error on all of them. Costs an exchange of a few bytes per call; a dispatch with new routing
-            has that exchange in any case. Without it, all ranks or none must need gradients of y or of the dispatch.
+            raises the same error on all of them. Costs an exchange of a few bytes per call, for which the host waits; a
+            dispatch with new routing and without `num_max_tokens_per_rank` has that exchange in any case. Without
+            it, all ranks or none must need gradients of y or of the dispatch. None = only where rows are on the CPU.
         seed: of stochastic rounding and of the Hadamard transform; equal on all ranks.
         timeout_secs: how long to wait for a rank before `TransportError`.
 
@@ -147,13 +169,15 @@ class EPCommunicator:
         expert_alignment: int = 1,
         num_max_tokens_per_rank: int | None = None,
         transport: str = "auto",
-        check_inputs: bool = True,
+        check_inputs: bool | None = None,
         seed: int = 0,
         timeout_secs: float = 300.0,
     ) -> None:
         self._transport = make_transport(group, transport, timeout_secs)
         self._owns_transport = self._transport is not group
-        self.num_experts, self.hidden, self.check_inputs = num_experts, hidden, check_inputs
+        self.num_experts, self.hidden = num_experts, hidden
+        is_on_gpu = self.device is not None and self.device.type == "cuda"
+        self.check_inputs = not is_on_gpu if check_inputs is None else check_inputs
         self.expert_alignment, self.num_max_tokens_per_rank = expert_alignment, num_max_tokens_per_rank
         self._is_closed = False
         self.precision = Precision()
@@ -200,6 +224,11 @@ class EPCommunicator:
         return self.num_experts // self.num_ranks
 
     @property
+    def device(self) -> torch.device | None:
+        """Where tokens and results lie; None = on any one device (a single process)."""
+        return self._transport.device
+
+    @property
     def transport(self) -> str:
         """Name of the transport in use."""
         return self._transport.name
@@ -237,7 +266,8 @@ class EPCommunicator:
             x: `[num_tokens, hidden]` bfloat16, float16 or float32, or an `FP8Tensor`. num_tokens may differ between
                 ranks and may be 0.
             topk_idx: `[num_tokens, num_topk]` int64 or int32, the experts of each token, -1 = none. num_topk is equal
-                on all ranks.
+                on all ranks. On a GPU with `num_max_tokens_per_rank`, where nobody waits for the device, numbers that
+                are no expert count as -1, and the next call on the device that notices them raises.
             topk_weights: `[num_tokens, num_topk]` float32; None = 1.
             handle: of an earlier dispatch, instead of topk_idx and topk_weights: the same routes and layout, and the
                 same weights as constants.
@@ -256,53 +286,104 @@ class EPCommunicator:
         facts: dict[str, object] = {}
         plan = error = None
         try:
+            raise_deferred()
             checks.check_dispatch(self, x, topk_idx, topk_weights, handle, layout, out)
             facts = checks.dispatch_facts(x, topk_idx, topk_weights, handle, layout, out)
             if topk_idx is not None:
-                plan = plan_send(
-                    topk_idx.clone(memory_format=torch.contiguous_format), self.num_experts, self.num_ranks
-                )
+                own_idx = topk_idx.clone(memory_format=torch.contiguous_format)
+                plan = plan_send(own_idx, self.num_experts, self.num_ranks, self.num_max_tokens_per_rank)
         except Exception as raised:  # whatever it is, the other ranks must not wait for this one
             error = raised
         if handle is not None:
             self._agree("dispatch", facts, error)
-            return self._dispatch(x, topk_weights, handle.routing, out)
-        rows_from_rank = agree(self._transport, "dispatch", facts, error, None if plan is None else plan.rows_per_rank)
-        assert plan is not None, "agree raises if there was an error"
-        layout = layout or "expert"
-        num_rows = self._fixed_num_rows(layout, plan.topk_idx.shape[1])
-        routes = NewRoutes(plan, tuple(rows_from_rank.tolist()), layout, self.expert_alignment, num_rows)
-        return self._dispatch(x, topk_weights, routes, out)
+            send = self._exchange.pack("dispatch", _rows_of(x), handle.routing.plan)
+            arrived = self._exchange.to_experts("dispatch", send, handle.routing.sizes)
+            return self._unpack(x, topk_weights, arrived, handle.routing, out)
+        know_sizes = self._begin_sizes(plan, facts, error)
+        if plan is not None:  # packed while the sizes are on their way
+            try:
+                weights = None if topk_weights is None else topk_weights.contiguous()
+                send = self._exchange.pack("dispatch", _rows_of(x), plan, weights, with_routing=True)
+            except BaseException:
+                know_sizes()  # its memory is in use until then
+                raise
+        sizes = know_sizes()
+        assert plan is not None, "an error has been raised"
+        arrived = self._exchange.to_experts("dispatch", send, sizes)
+        routing = self._exchange.read_routing(arrived, NewRoutes(plan, sizes, layout or "expert"))
+        return self._unpack(x, topk_weights, arrived, routing, out)
 
-    def _fixed_num_rows(self, layout: str, num_topk: int) -> int | None:
-        if self.num_max_tokens_per_rank is None:
-            return None
-        most = self.num_ranks * self.num_max_tokens_per_rank
-        if layout == "rank":
-            return most
-        return worst_case_expert_rows(most, num_topk, self.num_local_experts, self.expert_alignment)
+    def _begin_sizes(
+        self, plan: SendPlan | None, facts: dict[str, object], error: Exception | None
+    ) -> Callable[[], Sizes]:
+        """Exchanges what a dispatch with new routes must know; returns what waits for it."""
+        capacity, alignment = self.num_max_tokens_per_rank, self.expert_alignment
+        compares = self.check_inputs or capacity is None or self.device == torch.device("cpu")
+        if error is not None and not compares:
+            raise error
+        is_fixed = plan is not None and plan.rows_stride is not None
+        if is_fixed and (self.num_ranks == 1 or not compares):
+            rows = (capacity or 0,) * self.num_ranks
+            return lambda: Sizes(rows, rows, capacity, alignment, None)
+        counts = None if plan is None else plan.counts
+        own_counts = None if counts is None else to_host(counts)
+        finish = begin_agreement(self._transport, "dispatch", facts, error, self._numbers(counts))
 
-    def _dispatch(
+        def know() -> Sizes:
+            theirs = finish()
+            assert plan is not None, "an error has been raised"
+            assert own_counts is not None
+            if bool(theirs[:, 0].any()):
+                self._raise_invalid_experts(plan, bool(theirs[self.rank, 0]))
+            if is_fixed:
+                rows = (capacity or 0,) * self.num_ranks
+                return Sizes(rows, rows, capacity, alignment, None)
+            rows_to_rank, rows_from_rank = tuple(own_counts[:, 1].tolist()), tuple(theirs[:, 1].tolist())
+            per_expert = tuple(theirs[:, 2:].sum(0).tolist()) if theirs.shape[1] > 2 else None
+            return Sizes(rows_to_rank, rows_from_rank, capacity, alignment, per_expert)
+
+        return know
+
+    def _numbers(self, counts: Tensor | None) -> Tensor:
+        """What travels with an agreement: of equal width on all ranks, whatever they are about to do.
+
+        On a GPU the choices of each expert are among it, since the host must know their sum; a CPU reads them from
+        the rows that arrive.
+        """
+        is_on_host = self.device == torch.device("cpu") or (counts is not None and counts.device.type == "cpu")
+        width = 2 if is_on_host else 2 + self.num_local_experts
+        return torch.zeros(self.num_ranks, width, dtype=torch.int64) if counts is None else counts[:, :width]
+
+    def _raise_invalid_experts(self, plan: SendPlan, is_own: bool) -> NoReturn:
+        """All ranks know that `topk_idx` has numbers which are no experts on one of them."""
+        error = None
+        if is_own:
+            try:
+                checks.check_experts(plan.topk_idx, self.num_experts)
+            except InvalidArgument as raised:
+                error = raised
+            with contextlib.suppress(InvalidArgument):
+                raise_deferred()  # the same, by the kernel
+        agree(self._transport, "dispatch", {}, error)
+        raise AssertionError("one rank has an error")
+
+    def _unpack(
         self,
         x: Tensor | FP8Tensor,
         topk_weights: Tensor | None,
-        routes: NewRoutes | Routing,
+        arrived: WireRows,
+        routing: Routing,
         out: torch.dtype | str | None,
     ) -> tuple[Received, Handle]:
-        if isinstance(x, FP8Tensor):
-            differentiable, source, dtype = None, x._rows, torch.bfloat16
-        else:
-            differentiable, source, dtype = x, Rows.of(x), x.dtype
+        differentiable = None if isinstance(x, FP8Tensor) else x
+        dtype = torch.bfloat16 if differentiable is None else differentiable.dtype
         dtype = out if isinstance(out, torch.dtype) else dtype
-        weights = None if topk_weights is None else topk_weights.contiguous()
-        arrived = self._exchange.to_experts("dispatch", source, routes, weights)
-        routing = self._exchange.read_routing(arrived, routes) if isinstance(routes, NewRoutes) else routes
         recv_x, recv_topk_weights, anchor = Dispatch.apply(
             differentiable, topk_weights, self._exchange, arrived, routing, None if out == "fp8" else dtype
         )
         if out == "fp8":
-            recv_x = FP8Tensor.empty(routing.num_rows, self.hidden)
-            self._exchange.unpack("dispatch", arrived, recv_x._rows, routing.source_rows)
+            recv_x = FP8Tensor.empty(routing.num_rows, self.hidden, arrived.buffer.device)
+            self._exchange.unpack("dispatch", arrived, recv_x._rows, routing)
         return Received(recv_x, recv_topk_weights, routing, arrived), Handle(routing, recv_topk_weights, anchor, self)
 
     def combine(self, y: Tensor, handle: Handle, *, apply_weights: bool | None = None) -> Tensor:
@@ -326,6 +407,7 @@ class EPCommunicator:
         facts: dict[str, object] = {}
         error, has_gradient = None, False
         try:
+            raise_deferred()
             checks.check_combine(self, y, handle, apply_weights)
             apply_weights = handle.routing.layout == "expert" if apply_weights is None else apply_weights
             facts = checks.combine_facts(y, handle, apply_weights)
@@ -346,7 +428,9 @@ class EPCommunicator:
         Returns whether `flag` is set on any rank.
         """
         if self.check_inputs:
-            return bool(agree(self._transport, operation, facts, error, torch.full((self.num_ranks,), int(flag))).any())
+            numbers = self._numbers(None)
+            numbers[:, 0] = int(flag)
+            return bool(agree(self._transport, operation, facts, error, numbers).any())
         if error is not None:
             raise error
         return flag
@@ -356,7 +440,10 @@ class EPCommunicator:
             raise ClosedError("this EPCommunicator is closed")
 
     def close(self) -> None:
-        """Frees the transport. May be called more than once; the communicator can't be used afterwards."""
+        """Frees the transport. May be called more than once; the communicator can't be used afterwards.
+
+        CUDA graphs that captured its calls must be destroyed before, or NCCL waits for them without end.
+        """
         if not self._is_closed and self._owns_transport:
             self._transport.close()
         self._is_closed = True
@@ -375,3 +462,7 @@ class EPCommunicator:
             f"EPCommunicator(rank {self.rank} of {self.num_ranks} over {self.transport}, "
             f"num_experts={self.num_experts}, hidden={self.hidden}, {legs})"
         )
+
+
+def _rows_of(x: Tensor | FP8Tensor) -> Rows:
+    return x._rows if isinstance(x, FP8Tensor) else Rows.of(x)

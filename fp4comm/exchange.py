@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from .backends import Rows, backend_for
 from .formats import Kind
 from .memory import empty
 from .precision import Leg, Precision
-from .routing import NewRoutes, Routing, SendPlan
+from .routing import ExpertLayout, NewRoutes, Routing, SendPlan, Sizes
 from .transport import Transport
 
 StageHook = Callable[[str], AbstractContextManager[None]]
@@ -49,6 +49,11 @@ class WireRows:
         scales = self.buffer[:, start : start + self.layout.scale_bytes] if self.layout.scale_bytes else None
         return Rows(self.kind, self.buffer[:, : self.layout.data_bytes], scales)
 
+    def is_plain(self, dtype: torch.dtype) -> bool:
+        """Whether the rows are nothing but numbers of that dtype, one after the other."""
+        plain = {Kind.F32: torch.float32, Kind.BF16: torch.bfloat16}.get(self.kind)
+        return plain == dtype and self.layout.data_bytes == self.layout.row_bytes and self.buffer.is_contiguous()
+
     @property
     def weights(self) -> Tensor:
         """float32 `[num_rows, num_topk]`, a view of the rows' weights."""
@@ -75,62 +80,84 @@ class Exchange:
         self.stage: StageHook | None = None
         self._calls = 0
 
-    def to_experts(
-        self,
-        leg_name: str,
-        x: Rows,
-        routes: NewRoutes | Routing,
-        weights: Tensor | None = None,
+    def pack(
+        self, leg_name: str, x: Rows, plan: SendPlan, weights: Tensor | None = None, with_routing: bool = False
     ) -> WireRows:
-        """Sends each token's row to the ranks of its experts.
+        """Makes the rows that this rank sends.
 
         Args:
             leg_name: "dispatch" or "grad_dispatch".
             x: `[num_tokens, hidden]` rows of any kind.
-            routes: which rows go where. Rows of new routes carry the experts and weights of their slots.
-            weights: `[num_tokens, num_topk]` float32, for new routes; None = 1.
+            plan: which rows go where.
+            weights: `[num_tokens, num_topk]` float32, to travel with the routing; None = 1.
+            with_routing: whether rows carry the experts and weights of their slots.
+        """
+        backend = backend_for(x.data)
+        with self._stage(leg_name, "pack"):
+            send = self._wire_rows(leg_name, plan.max_rows, plan.num_topk if with_routing else 0, x.data.device, True)
+            backend.pack_tokens(x, send, plan, weights, self.num_experts, self._options(leg_name))
+            return send
+
+    def to_experts(self, leg_name: str, send: WireRows, sizes: Sizes) -> WireRows:
+        """Sends packed rows to the ranks of their experts.
 
         Returns:
             The received rows, ordered by source rank, then token.
         """
-        backend, plan = backend_for(x.data), routes.plan
-        is_new = isinstance(routes, NewRoutes)
-        with self._stage(leg_name, "pack"):
-            num_topk = plan.topk_idx.shape[1] if is_new else 0
-            send = self._wire_rows(leg_name, plan.num_rows, num_topk)
-            options = self._options(leg_name)
-            backend.convert_rows(x, send.rows, src_row=plan.pair_tokens, dst_row=plan.pair_rows, options=options)
-            if is_new:
-                backend.write_meta(send.buffer, send.layout, plan, weights, self.num_experts)
         with self._stage(leg_name, "wire"):
-            return self._travel(leg_name, send, plan.rows_per_rank.tolist(), routes.rows_from_rank)
+            if self.transport.num_ranks == 1 and len(send.buffer) >= sizes.num_recv_rows:
+                return replace(send, buffer=send.buffer[: sizes.num_recv_rows])
+            received = self._wire_rows(leg_name, sizes.num_recv_rows, send.num_topk, send.buffer.device)
+            outgoing = _split(send.buffer, sizes.rows_to_rank)
+            incoming = _places(received.buffer, sizes)
+            self._travel(leg_name, outgoing, incoming)
+            if received.num_topk:
+                _clear_unused(received, sizes)
+            return received
 
     def read_routing(self, arrived: WireRows, routes: NewRoutes) -> Routing:
         """Completes new routes with the metadata of the rows that came along them."""
-        backend = backend_for(arrived.buffer)
+        sizes, alignment, num_rows, mark_unused = routes.sizes, None, None, False
+        if routes.layout == "expert":
+            alignment = sizes.alignment
+            num_rows = sizes.num_expert_rows(arrived.num_topk, self.num_local_experts)
+        else:
+            mark_unused = sizes.capacity is not None
         with self._stage("dispatch", "unpack"):
-            meta = backend.read_meta(arrived.buffer, arrived.layout, arrived.num_topk, self.num_local_experts)
-            return routes.arrive(*meta)
+            backend = backend_for(arrived.buffer)
+            idx, weights, counts, experts, used_rows = backend.read_routing(
+                arrived, self.num_local_experts, alignment, num_rows, mark_unused
+            )
+        layout = None if experts is None else ExpertLayout(*experts)
+        return Routing(routes.plan, sizes, idx, weights, counts, layout, used_rows)
 
     def unpack(
-        self, leg_name: str, arrived: WireRows, out: Rows, src_row: Tensor | None, weights: Tensor | None = None
+        self, leg_name: str, arrived: WireRows, out: Rows, routing: Routing, weights: Tensor | None = None
     ) -> None:
-        """Expands received rows into `out`.
+        """Expands received rows into the rows that experts see.
 
         Args:
             leg_name: the leg that they came by.
             arrived: the received rows.
-            out: rows of any kind.
-            src_row: the received row behind each row of `out`, -1 = zeros; None = the same.
-            weights: float32, a factor for each row of `out`; None = 1. Only together with `src_row`.
+            out: `[routing.num_rows, hidden]` rows of any kind.
+            routing: the routes that they came by.
+            weights: float32, a factor for each row of `out`; None = 1. Only in the expert layout.
         """
         backend, options = backend_for(arrived.buffer), self._options(leg_name, decode=True)
         with self._stage(leg_name, "unpack"):
-            if weights is None:
-                backend.convert_rows(arrived.rows, out, src_row=src_row, options=options)
-            else:
-                assert src_row is not None
-                backend.sum_rows(arrived.rows, out, src_row.unsqueeze(1), weights.unsqueeze(1), options=options)
+            backend.expand_rows(arrived.rows, out, routing.source_rows, routing.slot_rows, weights, options)
+
+    def received_rows(self, arrived: WireRows, routing: Routing, dtype: torch.dtype) -> Tensor:
+        """The rows that experts see, as a tensor `[routing.num_rows, hidden]`; received memory itself if it will do."""
+        shape = (routing.num_rows, self.hidden)
+        if routing.source_rows is None and arrived.is_plain(dtype):
+            memory = arrived.buffer.view(dtype)  # not as a view, which autograd would guard against changes
+            recv_x = torch.empty(0, dtype=dtype, device=memory.device)
+            recv_x.set_(memory.untyped_storage(), memory.storage_offset(), shape, (self.hidden, 1))
+            return recv_x
+        recv_x = empty(shape, dtype, arrived.buffer.device)
+        self.unpack("dispatch", arrived, Rows.of(recv_x), routing)
+        return recv_x
 
     def to_tokens(
         self,
@@ -154,23 +181,40 @@ class Exchange:
         Returns:
             `[num_tokens, num_topk]` float32, what came back for each slot, if `slot_values` is given.
         """
-        backend, plan = backend_for(y.data), routing.plan
+        backend, plan, sizes = backend_for(y.data), routing.plan, routing.sizes
         with self._stage(leg_name, "pack"):
-            num_topk = 0 if slot_values is None else slot_values.shape[1]
-            send = self._wire_rows(leg_name, routing.num_recv_tokens, num_topk)
-            if routing.slot_rows is None:
-                backend.convert_rows(y, send.rows, num_rows=routing.num_recv_tokens, options=self._options(leg_name))
-            else:
-                weights = routing.recv_topk_weights if is_weighted else None
-                backend.sum_rows(y, send.rows, routing.slot_rows, weights, options=self._options(leg_name))
-            if slot_values is not None:
-                send.weights.copy_(slot_values)
+            send = self._pack_results(leg_name, y, routing, is_weighted, slot_values)
         with self._stage(leg_name, "wire"):
-            back = self._travel(leg_name, send, routing.rows_from_rank, plan.rows_per_rank.tolist())
+            back = send
+            if self.transport.num_ranks > 1:
+                back = self._wire_rows(leg_name, plan.max_rows, send.num_topk, y.data.device)
+                self._travel(leg_name, _places(send.buffer, sizes), _split(back.buffer, sizes.rows_to_rank))
         with self._stage(leg_name, "unpack"):
             options = self._options(leg_name, decode=True)
             backend.sum_rows(back.rows, Rows.of(out), plan.token_rows, None, options=options)
             return None if slot_values is None else self._collect_slots(back.weights, plan)
+
+    def _pack_results(
+        self, leg_name: str, y: Rows, routing: Routing, is_weighted: bool, slot_values: Tensor | None
+    ) -> WireRows:
+        backend, kind = backend_for(y.data), self._leg(leg_name).kind
+        if slot_values is None and routing.slot_rows is None and y.kind == kind and y.scales is None:
+            layout = backend_for(None).row_layout(kind, self.hidden, 0)
+            as_bytes = y.data.view(torch.uint8) if y.data.is_contiguous() else None
+            if as_bytes is not None and as_bytes.shape[1] == layout.row_bytes:  # they are wire rows already
+                return WireRows(as_bytes, kind, layout, 0)
+        num_topk = 0 if slot_values is None else slot_values.shape[1]
+        num_rows = routing.num_recv_rows
+        send = self._wire_rows(leg_name, num_rows, num_topk, y.data.device, True)
+        options = self._options(leg_name)
+        if routing.slot_rows is None:
+            backend.convert_rows(y, send.rows, num_rows=num_rows, options=options)
+        else:
+            weights = routing.recv_topk_weights if is_weighted else None
+            backend.sum_rows(y, send.rows, routing.slot_rows, weights, options=options)
+        if slot_values is not None:
+            send.weights.copy_(slot_values)
+        return send
 
     def dot(self, leg_name: str, y: Rows, arrived: WireRows, arrived_row: Tensor) -> Tensor:
         """float32 `[num_rows]`: row i of `y` times row `arrived_row[i]` of what has arrived; 0 where that is -1."""
@@ -180,36 +224,33 @@ class Exchange:
 
     def _collect_slots(self, weights: Tensor, plan: SendPlan) -> Tensor:
         """Picks, for each slot of each token, the value that the rank of its expert sent back with the token's row."""
-        ranks = torch.div(plan.topk_idx, self.num_local_experts, rounding_mode="floor").long()  # of -1: -1
+        is_expert = (plan.topk_idx >= 0) & (plan.topk_idx < self.num_experts)
+        ranks = torch.div(plan.topk_idx, self.num_local_experts, rounding_mode="floor").long()
+        ranks = torch.where(is_expert, ranks, -1)
         rows = plan.token_rows.gather(1, ranks.clamp(min=0))
         values = torch.cat([weights, weights.new_zeros(1, weights.shape[1])])
-        return values[torch.where(ranks >= 0, rows, -1), torch.arange(rows.shape[1])]
+        return values[torch.where(ranks >= 0, rows, -1), torch.arange(rows.shape[1], device=rows.device)]
 
-    def _travel(
-        self,
-        leg_name: str,
-        send: WireRows,
-        rows_to_rank: Sequence[int],
-        rows_from_rank: Sequence[int],
+    def _travel(self, leg_name: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        self.transport.exchange(outgoing, incoming, leg_name)
+        own = self.transport.rank
+        self.traffic[leg_name] += sum(message.numel() for rank, message in enumerate(outgoing) if rank != own)
+
+    def _wire_rows(
+        self, leg_name: str, num_rows: int, num_topk: int, device: torch.device, to_send: bool = False
     ) -> WireRows:
-        if self.transport.num_ranks == 1:
-            return send
-        received = self._wire_rows(leg_name, sum(rows_from_rank), send.num_topk)
-        self.transport.exchange(_split(send.buffer, rows_to_rank), _split(received.buffer, rows_from_rank), leg_name)
-        num_remote_rows = sum(rows_to_rank) - rows_to_rank[self.transport.rank]
-        self.traffic[leg_name] += num_remote_rows * send.buffer.shape[1]
-        return received
-
-    def _wire_rows(self, leg_name: str, num_rows: int, num_topk: int) -> WireRows:
         kind = self._leg(leg_name).kind
         layout = backend_for(None).row_layout(kind, self.hidden, num_topk)
-        return WireRows(empty((num_rows, layout.row_bytes), torch.uint8), kind, layout, num_topk)
+        shape = (num_rows, layout.row_bytes)
+        buffer = self.transport.send_buffer(shape, device) if to_send else empty(shape, torch.uint8, device)
+        return WireRows(buffer, kind, layout, num_topk)
 
     def _leg(self, leg_name: str) -> Leg:
         return self.precision.leg(leg_name)
 
     def _options(self, leg_name: str, decode: bool = False) -> Any:
-        """Each packing draws fresh random numbers; the signs of the Hadamard transform are always the same."""
+        """Each packing draws fresh random numbers, but what a CUDA graph replays draws those of its capture again; the
+        signs of the Hadamard transform are always the same."""
         leg = self._leg(leg_name)
         self._calls += not decode
         stream = self._calls * self.transport.num_ranks + self.transport.rank
@@ -219,5 +260,22 @@ class Exchange:
         return nullcontext() if self.stage is None else self.stage(f"{leg_name}.{stage}")
 
 
-def _split(buffer: Tensor, num_rows: Sequence[int]) -> tuple[Tensor, ...]:
-    return torch.split(buffer, list(num_rows))
+def _split(buffer: Tensor, num_rows: Sequence[int]) -> list[Tensor]:
+    starts = [sum(num_rows[:rank]) for rank in range(len(num_rows))]
+    return [buffer[start : start + num] for start, num in zip(starts, num_rows, strict=True)]
+
+
+def _places(buffer: Tensor, sizes: Sizes) -> list[Tensor]:
+    """Received rows by source rank."""
+    return [buffer[start : start + num] for start, num in zip(sizes.recv_starts, sizes.rows_from_rank, strict=True)]
+
+
+def _clear_unused(rows: WireRows, sizes: Sizes) -> None:
+    """Marks rows that no message has filled as of no expert."""
+    if sizes.capacity is None:
+        return
+    for start, num in zip(sizes.recv_starts, sizes.rows_from_rank, strict=True):
+        unused = rows.buffer[start + num : start + sizes.capacity, rows.layout.weight_offset :]
+        if unused.numel():
+            unused[:, : 4 * rows.num_topk] = 0
+            unused[:, 4 * rows.num_topk : 6 * rows.num_topk] = 255

@@ -9,7 +9,9 @@ import hypothesis
 import numpy
 import pytest
 import torch
+from cuda_targets import Target, open_target
 from launch import LAUNCHERS, have_launcher
+from numerics import tensors_on
 
 from fp4comm.backends import cpu
 
@@ -47,3 +49,28 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     cpu.set_isa(request.param)
     yield request.param
     cpu.set_isa(before)
+
+
+@pytest.fixture(params=[*cpu.supported_isas(), pytest.param("cuda", marks=pytest.mark.gpu)])
+def everywhere(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each instruction set of this machine, and its GPU, where `numerics.on_device` puts tensors meanwhile."""
+    before = cpu.isa()
+    if request.param != "cuda":
+        cpu.set_isa(request.param)
+    with tensors_on("cuda" if request.param == "cuda" else "cpu"):
+        yield
+    cpu.set_isa(before)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where `numerics.on_device` puts tensors meanwhile."""
+    with tensors_on(request.param):
+        yield torch.device(request.param)
+
+
+@pytest.fixture(params=["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def target(request: pytest.FixtureRequest) -> Iterator[Target]:
+    """The CUDA backend, on a GPU and in the emulator."""
+    with open_target(request.param) as opened:
+        yield opened

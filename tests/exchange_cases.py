@@ -14,11 +14,15 @@ from moe_problem import (
     digest,
     expert_function,
     experts_of_rows,
+    floats_like,
+    host,
     moe_on_one_rank,
     num_remote_rows,
     size_of,
+    times,
     total,
 )
+from numerics import tensors_on
 from torch import Tensor
 
 import fp4comm
@@ -43,11 +47,11 @@ def case_rank_layout_equals_reference(group: Any) -> list[int]:
             through = reference.through_wire(wire)
             arrived = reference.dispatch(problem.xs, problem.idx, problem.weights, problem.num_experts, through)
             mine = arrived[comm.rank]
-            np.testing.assert_array_equal(recv.x.numpy(), mine.x)
-            np.testing.assert_array_equal(recv.topk_idx.numpy(), mine.topk_idx)
-            np.testing.assert_array_equal(recv.topk_weights.numpy(), mine.topk_weights)
+            np.testing.assert_array_equal(host(recv.x), mine.x)
+            np.testing.assert_array_equal(host(recv.topk_idx), mine.topk_idx)
+            np.testing.assert_array_equal(host(recv.topk_weights), mine.topk_weights)
             home = reference.combine([a.x * 2 for a in arrived], arrived, problem.num_tokens, through)
-            np.testing.assert_array_equal(out.numpy(), home[comm.rank])
+            np.testing.assert_array_equal(host(out), home[comm.rank])
             digests.append(digest(recv.x, out))
     return digests
 
@@ -74,16 +78,16 @@ def case_expert_layout_equals_reference(group: Any) -> list[int]:
                 experts = [rank * comm.num_local_experts + (0 if r is None else int(there.topk_idx[r])) for r in rows]
                 y_rows = x_rows * (1 + 0.25 * np.array(experts, np.float32))[:, None].astype(np.float32)
                 if rank == comm.rank:
-                    np.testing.assert_array_equal(recv.x.numpy(), x_rows)
+                    np.testing.assert_array_equal(host(recv.x), x_rows)
                     expected = [0 if r is None else there.topk_weights[r] for r in rows]
-                    np.testing.assert_array_equal(recv.topk_weights.numpy(), np.array(expected, np.float32))
+                    np.testing.assert_array_equal(host(recv.topk_weights), np.array(expected, np.float32))
                     assert sum(recv.num_rows_per_expert) == len(rows)
                     assert all(n % alignment == 0 for n in recv.num_rows_per_expert)
                     counts = [(there.topk_idx == e).sum() for e in range(comm.num_local_experts)]
                     assert recv.num_recv_tokens_per_expert.tolist() == counts
                 sums.append(reference.local_sums(y_rows, rows, there, weighted=True))
             home = reference.combine(sums, arrived, problem.num_tokens, through)
-            np.testing.assert_array_equal(out.numpy(), home[comm.rank])
+            np.testing.assert_array_equal(host(out), home[comm.rank])
             digests.append(digest(recv.x, out))
     return digests
 
@@ -102,13 +106,22 @@ def case_fixed_capacity(group: Any) -> list[int]:
             recv_fixed, handle_fixed = fixed.dispatch(x, idx, weights, layout=layout)
             num_rows = recv.x.shape[0]
             most = 64 * exact.num_ranks
+            places = torch.arange(num_rows)
             if layout == "expert":
                 most = most * min(problem.num_topk, problem.num_local_experts) + 3 * exact.num_local_experts
                 most = most // 4 * 4
+            else:
+                places = torch.nonzero((recv_fixed.topk_idx >= 0).any(1)).flatten().cpu()
+                place = torch.zeros(most, dtype=torch.bool)
+                place[places] = True
+                assert all(run.sort(descending=True, stable=True)[0].equal(run) for run in place.view(-1, 64).int())
+            rest = torch.ones(most, dtype=torch.bool)
+            rest[places] = False
             assert recv_fixed.x.shape[0] == most
-            assert torch.equal(recv_fixed.x[:num_rows], recv.x)
-            assert not recv_fixed.x[num_rows:].any()
-            assert torch.equal(recv_fixed.topk_weights[:num_rows], recv.topk_weights)
+            assert torch.equal(recv_fixed.x[places], recv.x)
+            assert not recv_fixed.x[rest].any()
+            assert torch.equal(recv_fixed.topk_weights[places], recv.topk_weights)
+            assert not recv_fixed.topk_weights[rest].any()
             out = exact.combine(recv.x, handle)
             assert torch.equal(out, fixed.combine(recv_fixed.x, handle_fixed))
             digests.append(digest(recv.x, out))
@@ -155,9 +168,9 @@ def case_gradients_equal_one_rank(group: Any) -> list[int]:
             recv, handle = comm.dispatch(x, idx, weights)
             y = expert_function(recv.x, experts_of_rows(recv, comm))
             if by_experts:
-                y = y * recv.topk_weights.unsqueeze(1)
+                y = times(y, recv.topk_weights)
             out = comm.combine(y, handle, apply_weights=not by_experts)
-            upstream = torch.from_numpy(np.random.default_rng(9).standard_normal(out.shape).astype(np.float32))
+            upstream = floats_like(np.random.default_rng(9), out)
             out.backward(upstream)
 
             x_alone, weights_alone = x.detach().clone().requires_grad_(), weights.detach().clone().requires_grad_()
@@ -179,11 +192,11 @@ def case_dispatch_and_combine_are_adjoint(group: Any) -> list[int]:
         for layout in ("rank", "expert"):
             weights.requires_grad_().grad = None
             recv, handle = comm.dispatch(x, idx, weights, layout=layout)
-            y = torch.from_numpy(rng.standard_normal(recv.x.shape).astype(np.float32))
+            y = floats_like(rng, recv.x)
             home = comm.combine(y, handle, apply_weights=False)
             there, back = total(comm, inner(recv.x, y)), total(comm, inner(x, home))
             assert abs(there - back) < 1e-5 * (1 + abs(there)), (there, back)
-            upstream = torch.from_numpy(rng.standard_normal(recv.topk_weights.shape).astype(np.float32))
+            upstream = floats_like(rng, recv.topk_weights)
             (home.sum() * 0 + (recv.topk_weights * upstream).sum()).backward()
             there, back = total(comm, inner(recv.topk_weights, upstream)), total(comm, inner(weights, weights.grad))
             assert abs(there - back) < 1e-5 * (1 + abs(there)), (there, back)
@@ -196,8 +209,8 @@ def case_gradients_are_finite_differences(group: Any) -> list[int]:
     step = 2.0**-6
     with communicator(group, problem, "fp32") as comm:
         x, idx, weights = (value.clone() for value in problem.mine(comm.rank))
-        upstream = torch.from_numpy(np.random.default_rng(comm.rank).standard_normal(x.shape).astype(np.float32))
-        shift = torch.zeros(comm.dispatch(x, idx, weights)[0].x.shape)
+        upstream = floats_like(np.random.default_rng(comm.rank), x)
+        shift = torch.zeros_like(comm.dispatch(x, idx, weights)[0].x)
 
         def loss(x: Tensor, weights: Tensor, shift: Tensor) -> Tensor:
             recv, handle = comm.dispatch(x, idx, weights)
@@ -239,7 +252,7 @@ def case_rank_layout_gradients(group: Any) -> list[int]:
                 term = factor[:, None] * expert_function(recv.x, global_experts)
                 y = y + torch.where((experts >= 0)[:, None], term, torch.zeros_like(term))
             out = comm.combine(y, handle)
-            upstream = torch.from_numpy(np.random.default_rng(9).standard_normal(out.shape).astype(np.float32))
+            upstream = floats_like(np.random.default_rng(9), out)
             out.backward(upstream)
             x_alone, weights_alone = x.detach().clone().requires_grad_(), weights.detach().clone().requires_grad_()
             alone = moe_on_one_rank(problem, x_alone, idx, weights_alone)
@@ -264,7 +277,7 @@ def case_extreme_sizes(group: Any) -> list[int]:
             assert torch.equal(out, moe_on_one_rank(problem, x, idx, weights))
             digests.append(digest(recv.x, out))
             one = x.new_ones(1 if comm.rank == 0 else 0, hidden)
-            recv, handle = comm.dispatch(one, torch.full((len(one), topk), comm.num_experts - 1))
+            recv, handle = comm.dispatch(one, idx.new_full((len(one), topk), comm.num_experts - 1))
             assert recv.num_recv_tokens_per_expert.sum() == (topk if comm.rank == num_ranks - 1 else 0)
             assert torch.equal(comm.combine(recv.x, handle), one * topk)
     return digests
@@ -301,7 +314,7 @@ def case_unused_experts_take_part_in_backward(group: Any) -> list[int]:
     problem = Problem(size_of(group), seed=6)
     digests = []
     for all_to_first, by_experts in ((True, False), (False, False), (False, True)):
-        with communicator(group, problem, "fp32") as comm:
+        with communicator(group, problem, "fp32", check_inputs=True) as comm:
             x, idx, weights = problem.mine(comm.rank)
             x.requires_grad_()
             weights.requires_grad_()
@@ -309,7 +322,7 @@ def case_unused_experts_take_part_in_backward(group: Any) -> list[int]:
                 idx = torch.where(idx >= 0, idx % comm.num_local_experts, -1)
             recv, handle = comm.dispatch(x, idx, weights)
             assert bool(len(recv.x)) == (comm.rank == 0 or not all_to_first)
-            y = recv.x * recv.topk_weights[:, None] * 2 if by_experts else recv.x * 2
+            y = times(recv.x, recv.topk_weights) * 2 if by_experts else recv.x * 2
             out = comm.combine(y if comm.rank == 0 else y.detach(), handle, apply_weights=not by_experts)
             out.sum().backward()
             used = (idx >= 0) & (idx < comm.num_local_experts)  # on rank 0
@@ -325,10 +338,10 @@ def case_unused_experts_take_part_in_backward(group: Any) -> list[int]:
 def case_training_of_experts_alone(group: Any) -> list[int]:
     """x and weights are frozen; y needs a gradient only where there are rows, and rank 0 has all of them."""
     problem = Problem(size_of(group), seed=16)
-    with communicator(group, problem, "fp32") as comm:
+    with communicator(group, problem, "fp32", check_inputs=True) as comm:
         x, idx, weights = problem.mine(comm.rank)
         idx = torch.where(idx >= 0, idx % comm.num_local_experts, -1)
-        scale = torch.ones(problem.hidden, requires_grad=True)
+        scale = x.new_ones(problem.hidden).requires_grad_()
         recv, handle = comm.dispatch(x, idx, weights)
         out = comm.combine(recv.x * scale if len(recv.x) else torch.zeros_like(recv.x), handle)
         assert out.requires_grad
@@ -340,7 +353,7 @@ def case_training_of_experts_alone(group: Any) -> list[int]:
             (np.where(idx >= 0, weights, 0).sum(1, keepdims=True) * x).sum(0)
             for x, idx, weights in zip(problem.xs, problem.idx, problem.weights, strict=True)
         ]
-        torch.testing.assert_close(scale.grad, torch.from_numpy(sum(terms)), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(scale.grad.cpu(), torch.from_numpy(sum(terms)), rtol=1e-4, atol=1e-4)
         return [digest(out)]
 
 
@@ -351,6 +364,11 @@ CASES: dict[str, Callable[[Any], list[int]]] = {
 }
 
 
-def run_cases(group: Any) -> dict[str, list[int]]:
-    """All cases on one rank."""
-    return {name: case(group) for name, case in CASES.items()}
+def run_cases(group: Any, on_gpus: bool = False) -> dict[str, list[int]]:
+    """All cases on one rank; on the GPU with the number of the rank, if so asked."""
+    if not on_gpus:
+        return {name: case(group) for name, case in CASES.items()}
+    rank = group.Get_rank() if hasattr(group, "Get_rank") else group.rank()
+    torch.cuda.set_device(rank)
+    with tensors_on(f"cuda:{rank}"):
+        return {name: case(group) for name, case in CASES.items()}

@@ -1,4 +1,7 @@
-"""A small MoE problem, alike on every rank, and the same MoE in one process to compare with."""
+"""A small MoE problem, alike on every rank, and the same MoE in one process to compare with.
+
+Tensors lie where `numerics.tensors_on` says. What experts compute gives the same bits on a CPU and a GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from numerics import on_device, tensors_device
 from torch import Tensor
 
 import fp4comm
 from fp4comm.precision import Precision
+from fp4comm.transport import Transport
 
 TIMEOUT_SECS = 30.0
 
@@ -50,11 +55,15 @@ class Problem:
 
     def mine(self, rank: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
         """x, topk_idx and topk_weights of a rank."""
-        x = torch.from_numpy(self.xs[rank]).to(dtype)
-        return x, torch.from_numpy(self.idx[rank]), torch.from_numpy(self.weights[rank])
+        x = on_device(self.xs[rank]).to(dtype)
+        return x, on_device(self.idx[rank]), on_device(self.weights[rank])
 
 
 def communicator(group: Any, problem: Problem, precision: Precision | str = "fp32", **options: Any) -> Any:
+    """One for tensors that lie where the test's do: where a GPU is left unused, "auto" would take NCCL."""
+    if group is not None and not isinstance(group, Transport) and "transport" not in options:
+        on_host = "mpi" if hasattr(group, "Get_rank") else "process_group"
+        options["transport"] = on_host if tensors_device().type == "cpu" else "nccl"
     return fp4comm.EPCommunicator(
         group,
         num_experts=problem.num_experts,
@@ -74,11 +83,21 @@ def size_of(group: Any) -> int:
     return int(group.Get_size() if hasattr(group, "Get_size") else group.size())
 
 
+def host(tensor: Tensor) -> np.ndarray:
+    """The numbers on the CPU."""
+    return tensor.detach().cpu().numpy()
+
+
+def floats_like(rng: np.random.Generator, tensor: Tensor) -> Tensor:
+    """Random numbers of the shape of a tensor."""
+    return on_device(rng.standard_normal(tensor.shape).astype(np.float32))
+
+
 def digest(*tensors: Tensor) -> int:
     """A checksum of the bits."""
     value = 0
     for tensor in (tensor for tensor in tensors if tensor.numel()):
-        value = zlib.crc32(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes(), value)
+        value = zlib.crc32(host(tensor.detach().contiguous().view(torch.uint8)).tobytes(), value)
     return value
 
 
@@ -88,13 +107,16 @@ def expert_function(rows: Tensor, experts: Tensor) -> Tensor:
     return rows * factor
 
 
+def times(rows: Tensor, factors: Tensor) -> Tensor:
+    """Each row times a factor. On the CPU, since gradients of the factors are sums, which add in another order."""
+    return (rows.cpu() * factors.cpu().unsqueeze(1)).to(rows.device)
+
+
 def experts_of_rows(recv: Any, comm: Any) -> Tensor:
     """Global expert of each row of the expert layout, padding included."""
-    local = torch.repeat_interleave(
-        torch.arange(comm.num_local_experts), torch.tensor(recv.num_rows_per_expert, dtype=torch.int64)
-    )
-    missing = recv.x.shape[0] - local.shape[0]
-    return torch.cat([local, torch.zeros(missing, dtype=torch.int64)]) + comm.rank * comm.num_local_experts
+    local = np.repeat(np.arange(comm.num_local_experts), recv.num_rows_per_expert)
+    padding = np.zeros(recv.x.shape[0] - len(local), np.int64)
+    return on_device(np.concatenate([local, padding]) + comm.rank * comm.num_local_experts)
 
 
 def moe_on_one_rank(problem: Problem, x: Tensor, idx: Tensor, weights: Tensor) -> Tensor:

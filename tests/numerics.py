@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ TORCH_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SCALE_MODES = ("floor", "even", "rceil")
 # Rows of an expert group: none, one, below, at and above a tile.
 RAGGED_GROUPS = (0, 1, 16, 127, 128, 129, 300)
+_device: torch.device = torch.device("cpu")
 
 
 def to_numpy(x: Any) -> NDArray[Any]:
@@ -44,12 +47,34 @@ def assert_same_bits(actual: Any, expected: Any, what: str = "result") -> None:
     )
 
 
+def on_device(x: NDArray[Any]) -> torch.Tensor:
+    """A tensor where the test's tensors lie: on the CPU unless `tensors_on` says otherwise."""
+    return torch.from_numpy(x).to(_device)
+
+
+def tensors_device() -> torch.device:
+    """Where `on_device` puts tensors."""
+    return _device
+
+
+@contextlib.contextmanager
+def tensors_on(device: str) -> Iterator[None]:
+    """Meanwhile `on_device` puts tensors there."""
+    global _device
+    before = _device
+    _device = torch.empty(0, device=device).device  # with the number of the current one, if none is given
+    try:
+        yield
+    finally:
+        _device = before
+
+
 def bf16_tensor(bits: NDArray[np.uint16]) -> torch.Tensor:
-    return torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
+    return on_device(bits.view(np.int16).copy()).view(torch.bfloat16)
 
 
 def fp16_tensor(bits: NDArray[np.uint16]) -> torch.Tensor:
-    return torch.from_numpy(bits.view(np.int16).copy()).view(torch.float16)
+    return on_device(bits.view(np.int16).copy()).view(torch.float16)
 
 
 def from_bits(bits: Any) -> NDArray[np.float32]:

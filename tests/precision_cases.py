@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moe_problem import Problem, communicator, digest, num_remote_rows, size_of
+from moe_problem import Problem, communicator, digest, floats_like, host, num_remote_rows, size_of
+from numerics import on_device
 from torch import Tensor
 
 import fp4comm
@@ -50,7 +51,7 @@ def case_every_precision_leg(group: Any) -> list[int]:
                     np.random.default_rng(rank).standard_normal(v.shape).astype(np.float32)
                     for rank, v in enumerate(problem.xs)
                 ]
-                out.backward(torch.from_numpy(upstreams[comm.rank]))
+                out.backward(on_device(upstreams[comm.rank]))
                 through = {name: through_leg(precision.leg(name)) for name in LEGS}
 
                 def there_and_back(values: list[Any], first: str, second: str, through: Any = through) -> Any:
@@ -58,11 +59,9 @@ def case_every_precision_leg(group: Any) -> list[int]:
                     arrived = reference.dispatch(values, *routing, through[first])
                     return reference.combine([a.x for a in arrived], arrived, problem.num_tokens, through[second])
 
+                np.testing.assert_array_equal(host(out), there_and_back(problem.xs, "dispatch", "combine")[comm.rank])
                 np.testing.assert_array_equal(
-                    out.detach().numpy(), there_and_back(problem.xs, "dispatch", "combine")[comm.rank]
-                )
-                np.testing.assert_array_equal(
-                    x.grad.numpy(), there_and_back(upstreams, "grad_dispatch", "grad_combine")[comm.rank]
+                    host(x.grad), there_and_back(upstreams, "grad_dispatch", "grad_combine")[comm.rank]
                 )
                 digests.append(digest(out, x.grad))
     return digests
@@ -76,8 +75,8 @@ def step(group: Any, precision: Precision | str) -> list[Tensor]:
         x.requires_grad_()
         weights.requires_grad_()
         recv, handle = comm.dispatch(x, idx, weights)
-        out = comm.combine(torch.tanh(recv.x), handle)
-        out.backward(torch.from_numpy(np.random.default_rng(comm.rank).standard_normal(out.shape).astype(np.float32)))
+        out = comm.combine(torch.tanh(recv.x.cpu()).to(x.device), handle)  # whose bits differ on a GPU
+        out.backward(floats_like(np.random.default_rng(comm.rank), out))
         return [out.detach(), x.grad, weights.grad]
 
 
@@ -105,8 +104,8 @@ def case_random_numbers_differ(group: Any) -> list[int]:
     """Equal tokens are rounded differently by each rank and each call, but the rounding of many has no bias."""
     problem = Problem(size_of(group))
     with communicator(group, problem, only("dispatch", Leg("mxfp4", "rceil", stochastic=True))) as comm:
-        x = torch.from_numpy(np.random.default_rng(3).standard_normal((8, problem.hidden)).astype(np.float32))
-        to_first = torch.zeros(len(x), 1, dtype=torch.int64)
+        x = on_device(np.random.default_rng(3).standard_normal((8, problem.hidden)).astype(np.float32))
+        to_first = on_device(np.zeros((len(x), 1), np.int64))
         copies = [part for _ in range(12) for part in comm.dispatch(x, to_first)[0].x.split(len(x))]
         if comm.rank:
             return []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch import have_launcher, launch_command, run_command
+from benchmark_runs import QUICK, TINY, run_main, run_on_two_ranks
 from thread_ranks import run_thread_ranks
 
 import fp4comm
@@ -23,18 +22,7 @@ from fp4comm.backends import cpu
 from fp4comm.formats import WIRE_KINDS
 from fp4comm.transport import Transport
 
-TINY = ["--hidden", "256", "--topk", "2", "--experts", "8", "--repeats", "2", "--warmup-secs", "0"]
-QUICK = ["--repeats", "2", "--warmup-secs", "0"]
 CONFIG = workload.Config(num_ranks=1, num_tokens=12, hidden=256, num_topk=3, num_experts=6)
-
-
-@pytest.fixture(autouse=True)
-def settings() -> Iterator[None]:
-    """Undoes what the programs set for their process."""
-    threads, isa = torch.get_num_threads(), cpu.isa()
-    yield
-    torch.set_num_threads(threads)
-    cpu.set_isa(isa)
 
 
 @pytest.fixture
@@ -45,18 +33,6 @@ def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.npz"
     np.savez(path, x_bits=x_bits, topk_idx=idx, topk_weights=rng.random((10, 2), np.float32), num_experts=4)
     return path
-
-
-def run_main(module: Any, monkeypatch: pytest.MonkeyPatch, arguments: Sequence[object]) -> None:
-    monkeypatch.setattr(sys, "argv", ["benchmark", *map(str, arguments)])
-    module.main()
-
-
-def run_on_two_ranks(launcher: str, arguments: Sequence[object]) -> tuple[int | None, str]:
-    if not have_launcher(launcher):
-        pytest.skip(launcher)
-    command = [*launch_command(launcher, 2), "-m", "benchmarks.bandwidth", *map(str, arguments)]
-    return run_command(command, timeout=90)
 
 
 def check_bandwidth_records(path: Path, num_cases: int, wires: Sequence[str]) -> list[dict[str, Any]]:
@@ -143,7 +119,7 @@ def test_codec_with_a_forced_isa(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 @pytest.mark.mpi
 def test_all_ranks_refuse_wrong_options() -> None:
-    code, output = run_on_two_ranks("mpi", ["--experts", "9"])
+    code, output = run_on_two_ranks("mpi", ["--experts", "9", "--device", "cpu"])
     assert code == 2, output
     assert output.count("error: 9 experts, --topk 8 on 2 ranks") == 1
 
@@ -159,6 +135,7 @@ def test_all_ranks_refuse_wrong_options() -> None:
         (["--trace", "none.npz"], "accepted: an npz file with x_bits, topk_idx, topk_weights, num_experts"),
         (["--trace", "TRACE", "--hidden", "64", "--skew", "1"], "--hidden, --skew with --trace: the trace has its own"),
         (["--secs", "nan"], "not a number of at least 0"),
+        (["--standard", "--cached"], "--standard with --cached"),
     ],
 )
 def test_wrong_options(

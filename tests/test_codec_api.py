@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numerics import assert_same_bits, hard_floats, hard_fp8, hard_mxfp4
+from numerics import assert_same_bits, hard_floats, hard_fp8, hard_mxfp4, on_device
 from torch import Tensor
 
 from fp4comm.codec import FP8Columns, FP8Tensor, MXFP4Columns, MXFP4Tensor, quantize_fp8, quantize_mxfp4
@@ -33,13 +33,13 @@ def e4m3(*shape: int, **options: Any) -> Tensor:
 
 MXFP4 = MXFP4Tensor(u8(4, 48), u8(4, 3))
 FP8 = FP8Tensor(e4m3(4, 160), f32(4, 2))
-PAYLOAD = MXFP4Tensor(*map(torch.from_numpy, hard_mxfp4(RNG(0), 200, 160)))
 
 
+@pytest.mark.usefixtures("device")
 class TestEmpty:
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_no_rows(self, dtype: torch.dtype) -> None:
-        x = torch.empty((0, 160), dtype=dtype)
+        x = on_device(np.zeros((0, 160), np.float32)).to(dtype)
         y, z = quantize_mxfp4(x, stochastic=True, hadamard=True), quantize_fp8(x)
         assert (y.packed.shape, y.scales.shape) == ((0, 80), (0, 5))
         assert (z.data.shape, z.scales.shape) == ((0, 160), (0, 2))
@@ -48,7 +48,7 @@ class TestEmpty:
 
     @pytest.mark.parametrize("groups", [None, (), (0,), (0, 0, 0)])
     def test_no_rows_in_any_group(self, groups: tuple[int, ...] | None) -> None:
-        x = MXFP4Tensor(u8(0, 80), u8(0, 5))
+        x = MXFP4Tensor(*(on_device(np.zeros((0, n), np.uint8)) for n in (80, 5)))
         for columns in (x.to_fp8_columns(groups), x.to_fp8().to_columns(groups)):
             assert columns.scales.shape == (0, 160)
             assert columns.data.shape == (0,)
@@ -60,22 +60,24 @@ class TestEmpty:
         assert mxfp4_columns.nbytes == 0
 
 
+@pytest.mark.usefixtures("device")
 class TestStrides:
     def test_rows_of_a_wider_buffer(self) -> None:
         """Data and scales as views of message rows, at odd byte offsets, give the results of packed ones."""
-        buffer = torch.zeros((200, 111), dtype=torch.uint8)
+        plain = MXFP4Tensor(*map(on_device, hard_mxfp4(RNG(0), 200, 160)))
+        buffer = on_device(np.zeros((200, 111), np.uint8))
         packed, scales = buffer[:, 3:83], buffer[:, 83:88]
-        packed.copy_(PAYLOAD.packed)
-        scales.copy_(PAYLOAD.scales)
+        packed.copy_(plain.packed)
+        scales.copy_(plain.scales)
         x = MXFP4Tensor(packed, scales)
-        assert_same_bits(x.dequantize(torch.float32), PAYLOAD.dequantize(torch.float32))
-        assert_same_bits(x.to_fp8().data, PAYLOAD.to_fp8().data)
-        assert_same_bits(x.to_fp8_columns((7, 193)).data, PAYLOAD.to_fp8_columns((7, 193)).data)
-        assert_same_bits(x.to_mxfp4_columns((7, 193)).packed, PAYLOAD.to_mxfp4_columns((7, 193)).packed)
+        assert_same_bits(x.dequantize(torch.float32), plain.dequantize(torch.float32))
+        assert_same_bits(x.to_fp8().data, plain.to_fp8().data)
+        assert_same_bits(x.to_fp8_columns((7, 193)).data, plain.to_fp8_columns((7, 193)).data)
+        assert_same_bits(x.to_mxfp4_columns((7, 193)).packed, plain.to_mxfp4_columns((7, 193)).packed)
 
     @pytest.mark.parametrize("dtype", FLOATS)
     def test_float_rows(self, dtype: torch.dtype) -> None:
-        wide = torch.from_numpy(hard_floats(RNG(1), 60, 288)).to(dtype)
+        wide = on_device(hard_floats(RNG(1), 60, 288)).to(dtype)
         for view in (wide[:, 96:192], wide[:, 5:133], wide[::3, :96], wide.t()[:96, :32], wide[:1].expand(7, 288)):
             one, other = quantize_mxfp4(view), quantize_mxfp4(view.contiguous())
             assert_same_bits(one.packed, other.packed)
@@ -84,12 +86,24 @@ class TestStrides:
 
     def test_fp8_rows(self) -> None:
         codes, scales = hard_fp8(RNG(2), 90, 288, power_of_two=True)
-        data, fp8_scales = torch.from_numpy(codes).view(E4M3), torch.from_numpy(scales)
+        data, fp8_scales = on_device(codes).view(E4M3), on_device(scales)
         view = FP8Tensor(data[::2, 128:256], fp8_scales[::2, 1:2])
         packed = FP8Tensor(data[::2, 128:256].contiguous(), fp8_scales[::2, 1:2].contiguous())
         assert_same_bits(quantize_mxfp4(view).packed, quantize_mxfp4(packed).packed)
         assert_same_bits(view.dequantize(torch.float32), packed.dequantize(torch.float32))
         assert_same_bits(view.to_columns().data, packed.to_columns().data)
+
+
+@pytest.mark.gpu
+def test_results_lie_where_the_input_does() -> None:
+    x = torch.ones((40, 160), device="cuda")
+    y, z = quantize_mxfp4(x), quantize_fp8(x)
+    results = [y.packed, y.scales, z.data, z.scales, y.dequantize(), z.dequantize(), y.to_fp8().scales]
+    for columns in (y.to_fp8_columns((3, 37)), z.to_columns((3, 37))):
+        results += [columns.data, columns.scales, columns.dequantize(), *columns.expert(1)]
+    mxfp4_columns = y.to_mxfp4_columns((3, 37))
+    results += [mxfp4_columns.packed, mxfp4_columns.scales, mxfp4_columns.dequantize()]
+    assert {result.device for result in results} == {x.device}
 
 
 def test_sizes() -> None:
@@ -101,8 +115,9 @@ def test_sizes() -> None:
     assert FP8Tensor.empty(3, 96).scales.shape == (3, 1)
 
 
+@pytest.mark.usefixtures("device")
 def test_inputs_stay_as_they_were() -> None:
-    x = torch.from_numpy(hard_floats(RNG(3), 20, 96))
+    x = on_device(hard_floats(RNG(3), 20, 96))
     before = x.clone()
     quantize_mxfp4(x, hadamard=True, stochastic=True)
     quantize_fp8(x)
@@ -189,11 +204,12 @@ def test_wrong_arguments(call: Callable[[], object], message: str) -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, 1.5, 2.0**-127, float("inf"), float("nan"), 2.0**127 * 1.5])
-def test_columns_need_power_of_two_scales(scale: float) -> None:
-    scales = f32(4, 2)
+def test_columns_need_power_of_two_scales(device: torch.device, scale: float) -> None:
+    scales = f32(4, 2, device=device)
     scales[2, 1] = scale
-    x = FP8Tensor(e4m3(4, 160), scales)
-    with pytest.raises(InvalidArgument, match=r"scales\[2, 1\] is .*; accepted: positive normal powers of two"):
+    x = FP8Tensor(e4m3(4, 160, device=device), scales)
+    on_cpu, on_gpu = r"scales\[2, 1\] is .*; accepted: positive normal powers of two", "1 FP8 scales are not positive"
+    with pytest.raises(InvalidArgument, match=on_cpu if device.type == "cpu" else on_gpu):
         x.to_columns((1, 3))
     quantize_mxfp4(x)  # takes any scale
 

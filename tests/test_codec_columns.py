@@ -16,6 +16,7 @@ from numerics import (
     from_bits,
     hard_fp8,
     hard_mxfp4,
+    on_device,
     torch_rows,
 )
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from fp4comm.errors import InvalidArgument
 from fp4comm.formats import Kind
 from fp4comm.reference import codec as oracle
 
-pytestmark = pytest.mark.usefixtures("isa")
+pytestmark = pytest.mark.usefixtures("everywhere")
 RNG = np.random.default_rng
 Payload = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 LOSSLESS_SPREAD = 14
@@ -35,11 +36,11 @@ ALL_CODES = np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], np.uint8)
 
 
 def mxfp4_tensor(packed: NDArray[np.uint8], scales: NDArray[np.uint8]) -> MXFP4Tensor:
-    return MXFP4Tensor(torch.from_numpy(packed), torch.from_numpy(scales))
+    return MXFP4Tensor(on_device(packed), on_device(scales))
 
 
 def fp8_tensor(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> FP8Tensor:
-    return FP8Tensor(torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales))
+    return FP8Tensor(on_device(codes).view(torch.float8_e4m3fn), on_device(scales))
 
 
 def take(payload: Payload, rows: NDArray[np.int64]) -> Payload:
@@ -68,7 +69,8 @@ class TestRowWise:
         x = mxfp4_tensor(*payload)
         y = x.to_fp8()
         exact = oracle.mxfp4_values(*payload)
-        restored = oracle.E4M3_VALUES[y.data.view(torch.uint8).numpy()] * y.scales.numpy().astype(np.float64)
+        codes, scales = y.data.view(torch.uint8).cpu().numpy(), y.scales.double().cpu().numpy()
+        restored = oracle.E4M3_VALUES[codes] * scales
         np.testing.assert_array_equal(restored, exact)
         assert_same_bits(y.dequantize(torch.float32), x.dequantize(torch.float32))
 
@@ -94,7 +96,7 @@ class TestRowWise:
         packed = np.zeros((len(table), 64), np.uint8)
         packed[:, 16:20] = [0x21, 0x43, 0x65, 0x07]
         scales = np.array([[200, 200 - d, 0, 0] for d in table], np.uint8)
-        y = mxfp4_tensor(packed, scales).to_fp8().dequantize(torch.float32).numpy().astype(np.float64)
+        y = mxfp4_tensor(packed, scales).to_fp8().dequantize(torch.float32).cpu().numpy().astype(np.float64)
         unit = np.ldexp(1.0, scales[:, 1:2].astype(int) - 127)
         assert (y[:, 32:39] / unit).tolist() == list(table.values())
 
@@ -118,7 +120,7 @@ class TestRowWise:
         assert (y.data[0, 96:].view(torch.uint8) == 0x7F).all()
         all_zero = mxfp4_tensor(np.full((1, 64), 0x80, np.uint8), np.zeros((1, 4), np.uint8)).to_fp8()
         assert all_zero.scales.item() == 1
-        assert (all_zero.data.view(torch.uint8).view(-1, 2) == torch.tensor([0, 0x80])).all()
+        assert (all_zero.data.view(torch.uint8).view(-1, 2).cpu() == torch.tensor([0, 0x80])).all()
 
 
 class TestColumnWise:
@@ -324,7 +326,7 @@ def test_fp8_columns_dequantize() -> None:
     payload = hard_mxfp4(RNG(8), sum(RAGGED_GROUPS), 96)
     columns = mxfp4_tensor(*payload).to_fp8_columns(RAGGED_GROUPS)
     expected = oracle.fp8_columns_values(*oracle.mxfp4_to_fp8_columns(*payload, RAGGED_GROUPS), 96, RAGGED_GROUPS)
-    np.testing.assert_array_equal(columns.dequantize().numpy(), expected)
+    np.testing.assert_array_equal(columns.dequantize().cpu().numpy(), expected)
     data, scales = columns.expert(6)
     assert data.shape == (96, 300)
     assert scales.shape == (3, 96)

@@ -1,4 +1,4 @@
-"""Dequantization and the lossless steps between formats: bit equality with the oracle on every instruction set."""
+"""Dequantization and lossless steps between formats: the bits of the oracle on every instruction set and on a GPU."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from numerics import (
     hard_fp8,
     hard_mxfp4,
     hard_rows,
+    on_device,
     torch_rows,
 )
 from numpy.typing import NDArray
@@ -27,7 +28,6 @@ from fp4comm.codec import FP8Tensor, MXFP4Tensor
 from fp4comm.formats import Kind
 from fp4comm.reference import codec as oracle
 
-pytestmark = pytest.mark.usefixtures("isa")
 RNG = np.random.default_rng
 FLOATS = {
     torch.float32: lambda x: x,
@@ -38,11 +38,11 @@ dtypes = pytest.mark.parametrize("dtype", FLOATS, ids=["fp32", "bf16", "fp16"])
 
 
 def mxfp4_tensor(packed: NDArray[np.uint8], scales: NDArray[np.uint8]) -> MXFP4Tensor:
-    return MXFP4Tensor(torch.from_numpy(packed), torch.from_numpy(scales))
+    return MXFP4Tensor(on_device(packed), on_device(scales))
 
 
 def fp8_tensor(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> FP8Tensor:
-    return FP8Tensor(torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales))
+    return FP8Tensor(on_device(codes).view(torch.float8_e4m3fn), on_device(scales))
 
 
 def every_code_and_scale() -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
@@ -64,6 +64,7 @@ def embed(kind: Kind, arrays: tuple[NDArray[Any], ...]) -> tuple[Tensor, Rows]:
     return message, Rows(kind, *views)
 
 
+@pytest.mark.usefixtures("everywhere")
 class TestMXFP4:
     @dtypes
     def test_every_code_and_scale(self, dtype: torch.dtype) -> None:
@@ -87,6 +88,7 @@ class TestMXFP4:
         assert_same_bits(mxfp4_tensor(*payload).dequantize(dtype), FLOATS[dtype](oracle.decode_mxfp4(*payload)))
 
 
+@pytest.mark.usefixtures("everywhere")
 class TestFP8:
     @dtypes
     def test_every_code_and_power_of_two(self, dtype: torch.dtype) -> None:
@@ -112,6 +114,7 @@ class TestFP8:
         assert_same_bits(fp8_tensor(codes, scales).dequantize(dtype), expected)
 
 
+@pytest.mark.usefixtures("isa")
 class TestEveryPairOfKinds:
     """`convert_rows` of the backend, on which everything else stands."""
 

@@ -1,4 +1,4 @@
-"""Quantization to MXFP4 and FP8: bit equality with the oracle on every instruction set."""
+"""Quantization to MXFP4 and FP8: bit equality with the oracle on every instruction set and a GPU."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from numerics import (
     from_bits,
     hard_floats,
     hard_fp8,
+    on_device,
     scale_thresholds,
 )
 from numpy.typing import NDArray
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 from fp4comm.codec import FP8Tensor, MXFP4Tensor, quantize_fp8, quantize_mxfp4
 from fp4comm.reference import codec as oracle
 
-pytestmark = pytest.mark.usefixtures("isa")
+pytestmark = pytest.mark.usefixtures("everywhere")
 modes = pytest.mark.parametrize("scale_mode", SCALE_MODES)
 RNG = np.random.default_rng
 F32 = NDArray[np.float32]
@@ -36,7 +37,7 @@ FP16_MAXIMA = (0x0000, 0x0001, 0x03FF, 0x0400, 0x3C00, 0x3E00, 0x3F00, 0x4700, 0
 
 
 def fp8_tensor(codes: NDArray[np.uint8], scales: F32) -> FP8Tensor:
-    return FP8Tensor(torch.from_numpy(codes).view(torch.float8_e4m3fn), torch.from_numpy(scales))
+    return FP8Tensor(on_device(codes).view(torch.float8_e4m3fn), on_device(scales))
 
 
 def assert_mxfp4(actual: MXFP4Tensor, expected: tuple[NDArray[Any], ...], what: str = "") -> None:
@@ -121,14 +122,14 @@ class TestFloatToMXFP4:
     @modes
     @pytest.mark.parametrize("case", FLOAT_CASES)
     def test_float32(self, case: str, scale_mode: str) -> None:
-        x = torch.from_numpy(FLOAT_CASES[case]())
+        x = on_device(FLOAT_CASES[case]())
         assert_mxfp4(quantize_mxfp4(x, scale_mode=scale_mode), expected_mxfp4(case, scale_mode), case)
 
     @modes
     @pytest.mark.parametrize("hidden", [32, 64, 96, 160, 288])
     def test_hard_numbers(self, hidden: int, scale_mode: str) -> None:
         x = hard_floats(RNG(hidden), 700, hidden)
-        assert_mxfp4(quantize_mxfp4(torch.from_numpy(x), scale_mode=scale_mode), oracle.encode_mxfp4(x, scale_mode))
+        assert_mxfp4(quantize_mxfp4(on_device(x), scale_mode=scale_mode), oracle.encode_mxfp4(x, scale_mode))
         for to_bits, widen, tensor in (
             (oracle.round_bf16, oracle.widen_bf16, bf16_tensor),
             (oracle.round_fp16, oracle.widen_fp16, fp16_tensor),
@@ -141,9 +142,9 @@ class TestFloatToMXFP4:
     def test_nan_and_inf_poison_their_block_alone(self, special: int) -> None:
         x = np.tile(hard_floats(RNG(0), 1, 32) * 0 + 1, (32, 3)).astype(np.float32)
         x[np.arange(32), 32 + np.arange(32)] = from_bits([special])[0]
-        for tensor in (torch.from_numpy(x), torch.from_numpy(x).bfloat16(), torch.from_numpy(x).half()):
+        for tensor in (on_device(x), on_device(x).bfloat16(), on_device(x).half()):
             y = quantize_mxfp4(tensor)
-            assert (y.scales == torch.tensor([125, 255, 125], dtype=torch.uint8)).all()
+            assert (y.scales == y.scales.new_tensor([125, 255, 125])).all()
             assert not y.packed[:, 16:32].any()
             assert torch.isnan(y.dequantize()[:, 32:64]).all()
             assert (y.dequantize()[:, :32] == 1).all()
@@ -222,17 +223,17 @@ class TestFloatToFP8:
     def test_thresholds(self) -> None:
         """Maxima around every scale threshold, and elements around every tie of the E4M3 grid."""
         x = np.tile(thresholds_with_ties(), (1, 4))
-        assert_fp8(quantize_fp8(torch.from_numpy(x)), oracle.encode_fp8(x))
+        assert_fp8(quantize_fp8(on_device(x)), oracle.encode_fp8(x))
         ties = e4m3_ties()
         rows = np.resize(np.concatenate([ties, -ties]), (6, 127))
         x = np.concatenate([np.full((6, 1), 448), rows], axis=1).astype(np.float32)
         x = np.concatenate([np.ldexp(x, e).astype(np.float32) for e in (-140, -126, -20, 0, 60, 119)])
-        assert_fp8(quantize_fp8(torch.from_numpy(x)), oracle.encode_fp8(x))
+        assert_fp8(quantize_fp8(on_device(x)), oracle.encode_fp8(x))
 
     @pytest.mark.parametrize("hidden", [32, 64, 96, 128, 160, 288])
     def test_hard_numbers(self, hidden: int) -> None:
         x = hard_floats(RNG(hidden), 700, hidden)
-        assert_fp8(quantize_fp8(torch.from_numpy(x)), oracle.encode_fp8(x))
+        assert_fp8(quantize_fp8(on_device(x)), oracle.encode_fp8(x))
         bits = oracle.round_bf16(x)
         assert_fp8(quantize_fp8(bf16_tensor(bits)), oracle.encode_fp8(oracle.widen_bf16(bits)), "bf16")
         bits = oracle.round_fp16(x)

@@ -215,10 +215,10 @@ def test_another_error_on_one_rank_reaches_all(monkeypatch: pytest.MonkeyPatch) 
                 comm.dispatch(**good_arguments())
             assert caught.value.ranks == (1,)
 
-    def plan_or_fail(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> SendPlan:
+    def plan_or_fail(topk_idx: torch.Tensor, num_experts: int, num_ranks: int, capacity: int | None) -> SendPlan:
         if len(topk_idx) > NUM_TOKENS:
             raise MemoryError("no memory")
-        return plan_send(topk_idx, num_experts, num_ranks)
+        return plan_send(topk_idx, num_experts, num_ranks, capacity)
 
     monkeypatch.setattr(fp4comm.communicator, "plan_send", plan_or_fail)
     run_thread_ranks(run, 2)

@@ -6,7 +6,9 @@ import functools
 
 import exchange_cases
 import pytest
+import torch
 from launch import have_launcher, run_ranks
+from numerics import tensors_on
 from thread_ranks import run_thread_ranks
 
 # launcher and number of ranks of every group that the cases run on
@@ -38,3 +40,29 @@ def test_processes_give_the_bits_of_threads(launcher: str, num_ranks: int) -> No
     processes = run_ranks(exchange_cases.run_cases, num_ranks, launcher=launcher, timeout=150)
     for case in exchange_cases.CASES:
         assert [results[case] for results in processes] == on_threads(case, num_ranks), case
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("case", exchange_cases.CASES)
+def test_threads_on_a_gpu_give_the_bits_of_a_cpu(case: str, num_ranks: int) -> None:
+    with tensors_on("cuda"):
+        results = run_thread_ranks(exchange_cases.CASES[case], num_ranks, timeout_secs=60)
+    assert results == on_threads(case, num_ranks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", exchange_cases.CASES)
+def test_case_alone_on_a_gpu(case: str) -> None:
+    with tensors_on("cuda"):
+        assert exchange_cases.CASES[case](None) == on_threads(case, 1)[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.mpi
+def test_two_gpus_give_the_bits_of_a_cpu(launcher: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    processes = run_ranks(exchange_cases.run_cases, 2, True, launcher=launcher, timeout=400)
+    for case in exchange_cases.CASES:
+        assert [results[case] for results in processes] == on_threads(case, 2), case

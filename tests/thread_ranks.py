@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from numerics import tensors_device
 from torch import Tensor
 
 from fp4comm.errors import TransportError
@@ -18,24 +20,34 @@ Mailboxes = dict[tuple[int, int, int], "queue.Queue[Message]"]  # by source, tar
 
 
 class ThreadTransport(Transport):
-    """Ranks of one process. As with MPI, messages are read from the sender's memory and match by tag.
+    """Ranks of one process, on one GPU if that is where the test's tensors lie.
 
-    After an exchange of rows what was sent is overwritten, so that nobody may depend on a send buffer any more.
+    As with MPI, messages are read from the sender's memory and match by tag.
+    After rows have gone to experts what was sent is overwritten, so that nobody may depend on a send buffer any more.
     """
 
     name = "threads"
 
-    def __init__(self, rank: int, num_ranks: int, mailboxes: Mailboxes, timeout_secs: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        num_ranks: int,
+        mailboxes: Mailboxes,
+        timeout_secs: float,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__(rank, num_ranks, timeout_secs)
+        self.device = tensors_device() if device is None else device
         self._mailboxes = mailboxes
 
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], purpose: str = "agreement") -> None:
         super().exchange(outgoing, incoming, purpose)
-        if purpose != "agreement":  # whose numbers may belong to the caller, such as the row counts of a plan
+        if purpose.endswith("dispatch"):  # others may send the caller's own memory
             for message in outgoing:
                 message.fill_(0xAA)
 
     def _exchange_with_peers(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        _synchronize(outgoing)
         deadline = time.monotonic() + self.timeout_secs
         peers = [rank for rank in range(self.num_ranks) if rank != self.rank]
         sent = {target: threading.Event() for target in peers if outgoing[target].numel()}
@@ -49,6 +61,7 @@ class ThreadTransport(Transport):
                     raise self._missing(source) from None
                 assert message.shape == incoming[source].shape, "a message of another size than agreed"
                 incoming[source].copy_(message)
+                _synchronize(incoming)
                 copied.set()
         for target, copied in sent.items():
             if not copied.wait(_left(deadline)):
@@ -62,6 +75,11 @@ class ThreadTransport(Transport):
         return TransportError(f"rank {self.rank} waited for rank {peer}", (peer,))
 
 
+def _synchronize(messages: Sequence[Tensor]) -> None:
+    if any(message.is_cuda for message in messages):
+        torch.cuda.synchronize()
+
+
 def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), 0.001)
 
@@ -73,8 +91,11 @@ def run_thread_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, t
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
+        transport = ThreadTransport(rank, num_ranks, mailboxes, timeout_secs)
         try:
-            results[rank] = function(ThreadTransport(rank, num_ranks, mailboxes, timeout_secs), *args)
+            # each backward pass in its own thread, else all would wait in the one that torch has for a GPU
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = function(transport, *args)
         except BaseException as error:
             errors.append(error)
 

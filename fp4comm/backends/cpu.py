@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .. import _cpu
 from .._cpu import Options, RowLayout, isa, row_layout, set_isa, supported_isas
 from ..errors import InvalidArgument, TransportError
-from ..formats import BLOCK_SIZE, ROW_TILE, scale_mode
+from ..formats import BLOCK_SIZE, GROUP_SIZE, ROW_TILE, Kind, scale_mode
 from ..memory import empty
 from .rows import Rows
 
@@ -25,34 +26,54 @@ __all__ = [
     "Rows",
     "convert_rows",
     "dot_rows",
+    "expand_rows",
     "expert_layout",
     "fp8_columns",
+    "fp8_rows_and_columns",
     "isa",
     "mxfp4_columns",
     "options",
-    "read_meta",
+    "pack_tokens",
+    "read_routing",
     "route",
     "row_layout",
     "set_isa",
     "sum_rows",
     "supported_isas",
-    "write_meta",
 ]
 
 _DEFAULT = Options()
 
 
-class SendRows(Protocol):
-    """Which rows are sent: what `write_meta` needs of a plan. Index tensors int64."""
+class Plan(Protocol):
+    """What `pack_tokens` needs of a `SendPlan`."""
 
     @property
     def topk_idx(self) -> Tensor: ...
     @property
-    def pair_tokens(self) -> Tensor: ...
-    @property
-    def pair_rows(self) -> Tensor: ...
+    def token_rows(self) -> Tensor: ...
     @property
     def rows_per_rank(self) -> Tensor: ...
+    @property
+    def rows_stride(self) -> int | None: ...
+    @property
+    def pairs(self) -> tuple[Tensor, Tensor] | None: ...
+
+
+class Wire(Protocol):
+    """What `pack_tokens` and `read_routing` need of `WireRows`."""
+
+    @property
+    def buffer(self) -> Tensor: ...
+    @property
+    def rows(self) -> Rows: ...
+    @property
+    def layout(self) -> RowLayout: ...
+    @property
+    def num_topk(self) -> int: ...
+
+
+Experts = tuple[Tensor, Tensor, Tensor, Tensor]  # of an `ExpertLayout`
 
 
 def options(
@@ -158,6 +179,21 @@ def fp8_columns(src: Rows, src_row: Tensor | None, group_sizes: Sequence[int]) -
     return data.view(torch.float8_e4m3fn), scales
 
 
+def fp8_rows_and_columns(
+    src: Rows, src_row: Tensor | None, group_sizes: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """MXFP4 rows to FP8 both ways; arguments as in `fp8_columns`.
+
+    Returns:
+        Row-wise codes `[num_rows, hidden]` and scales `[num_rows, ceil(hidden / 128)]`; what `fp8_columns` returns.
+    """
+    num_rows, num_groups = sum(group_sizes), -(-src.hidden // GROUP_SIZE)
+    codes = empty((num_rows, src.hidden), torch.uint8)
+    scales = empty((num_rows, num_groups), torch.float32)
+    convert_rows(src, Rows(Kind.FP8, codes, scales), src_row=src_row)
+    return codes.view(torch.float8_e4m3fn), scales, *fp8_columns(src, src_row, group_sizes)
+
+
 def mxfp4_columns(
     src: Rows, src_row: Tensor | None, group_sizes: Sequence[int], options: Options = _DEFAULT
 ) -> tuple[Tensor, Tensor]:
@@ -183,18 +219,66 @@ def mxfp4_columns(
     return packed, scales
 
 
-def route(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def pack_tokens(
+    x: Rows, send: Wire, plan: Plan, weights: Tensor | None, num_experts: int, options: Options = _DEFAULT
+) -> None:
+    """Converts each token's row once and writes it for every rank that it goes to, with its routing if there is room.
+
+    Args:
+        x: rows of the tokens. Stochastic rounding counts them.
+        send: receives the rows; with `num_topk` slots of routing each, or none.
+        plan: which rows.
+        weights: float32 of the shape of `plan.topk_idx`; None = 1.
+        num_experts: of all ranks.
+        options: of the encoding.
+    """
+    assert plan.pairs is not None
+    tokens, rows = plan.pairs
+    convert_rows(x, send.rows, src_row=tokens, dst_row=rows, options=options)
+    if send.num_topk:
+        _write_meta(send.buffer, send.layout, plan, weights, num_experts)
+
+
+def expand_rows(
+    src: Rows,
+    out: Rows,
+    source_rows: Tensor | None = None,
+    slot_rows: Tensor | None = None,
+    weights: Tensor | None = None,
+    options: Options = _DEFAULT,
+) -> None:
+    """`out[i] = convert(src[source_rows[i]])`, zeros where that is -1.
+
+    Args:
+        src: the rows.
+        out: receives rows of any kind.
+        source_rows: int64 `[len(out)]`; None = the same rows.
+        slot_rows: int64 `[len(src), n]`, the reverse of source_rows if the caller has it; this backend needs none.
+        weights: float32 `[len(out)]`, a factor for each row; only with source_rows.
+        options: of decoding and encoding.
+    """
+    if weights is None:
+        convert_rows(src, out, src_row=source_rows, options=options)
+    else:
+        assert source_rows is not None
+        sum_rows(src, out, source_rows.unsqueeze(1), weights.unsqueeze(1), options=options)
+
+
+def route(
+    topk_idx: Tensor, num_experts: int, num_ranks: int, rows_stride: int | None = None
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """One row per (token, rank with one of its experts), ordered by rank, then token.
 
     Args:
         topk_idx: int32 or int64 `[num_tokens, num_topk]` in `[-1, num_experts)`.
         num_experts: a multiple of `num_ranks`.
         num_ranks: ranks, each with `num_experts / num_ranks` experts in order.
+        rows_stride: must be None: rows follow each other.
 
     Returns:
-        The row of each token for each rank `[num_tokens, num_ranks]`, or -1; token and row of every pair, by token,
-        then rank; rows per rank. All int64.
+        `token_rows`, `counts` and `pairs` of a `SendPlan`.
     """
+    assert rows_stride is None
     num_tokens, num_topk = topk_idx.shape
     token_rows = torch.empty((num_tokens, num_ranks), dtype=torch.int64)
     pair_tokens = torch.empty(num_tokens * min(num_topk, num_ranks), dtype=torch.int64)
@@ -211,32 +295,78 @@ def route(topk_idx: Tensor, num_experts: int, num_ranks: int) -> tuple[Tensor, T
         pair_rows.data_ptr(),
         rows_per_rank.data_ptr(),
     )
-    return token_rows, pair_tokens[:num_pairs], pair_rows[:num_pairs], rows_per_rank
+    choices = np.bincount(topk_idx.numpy().ravel() + 1, minlength=num_experts + 1)[1:]
+    counts = np.zeros((num_ranks, 2 + num_experts // num_ranks), np.int64)
+    counts[:, 1] = rows_per_rank.numpy()
+    counts[:, 2:] = choices.reshape(num_ranks, -1)
+    return token_rows, torch.from_numpy(counts), (pair_tokens[:num_pairs], pair_rows[:num_pairs])
 
 
-def write_meta(buffer: Tensor, layout: RowLayout, plan: SendRows, weights: Tensor | None, num_experts: int) -> None:
+def _write_meta(buffer: Tensor, layout: RowLayout, plan: Plan, weights: Tensor | None, num_experts: int) -> None:
     """Writes weights (None: 1.0) and local experts into the rows of a send buffer, uint8 `[num_rows, row_bytes]`."""
     assert buffer.is_contiguous()
     assert weights is None or weights.shape == plan.topk_idx.shape
+    assert plan.pairs is not None
+    tokens, rows = plan.pairs
+    rows_per_rank = plan.rows_per_rank.contiguous()
     _cpu.write_meta(
         buffer.data_ptr(),
         layout,
         *_index(plan.topk_idx),
         _pointer(weights, torch.float32),
-        _pointer(plan.pair_tokens),
-        _pointer(plan.pair_rows),
-        plan.pair_tokens.numel(),
+        _pointer(tokens),
+        _pointer(rows),
+        tokens.numel(),
         plan.topk_idx.shape[1],
         num_experts,
-        plan.rows_per_rank.numel(),
-        _pointer(plan.rows_per_rank),
+        rows_per_rank.numel(),
+        _pointer(rows_per_rank),
     )
 
 
-def read_meta(
+def read_routing(
+    arrived: Wire,
+    num_local_experts: int,
+    alignment: int | None = None,
+    num_rows: int | None = None,
+    mark_unused: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Experts | None, Tensor | None]:
+    """Reads the routing of received rows, and orders them by expert.
+
+    Args:
+        arrived: the rows.
+        num_local_experts: of this rank.
+        alignment: each expert's rows are padded to a multiple of it; None = no expert layout.
+        num_rows: rows of the expert layout, at least as many as needed; None = as many as needed.
+        mark_unused: whether some rows may have been filled by no message.
+
+    Returns:
+        Local experts int32 and weights float32 `[num_recv_rows, num_topk]`; rows per local expert, int64; what makes an
+        `ExpertLayout`, or None; if mark_unused, the number of each row with an expert and -1 for the others, int64, or
+        else None.
+
+    Raises:
+        TransportError: an expert is out of range: what arrived is not what was sent.
+    """
+    idx, weights, counts = _read_meta(arrived.buffer, arrived.layout, arrived.num_topk, num_local_experts)
+    source_rows = None
+    if mark_unused:
+        is_used = (idx.numpy() >= 0).any(1)
+        source_rows = torch.from_numpy(np.where(is_used, np.arange(len(idx)), -1))
+    if alignment is None:
+        return idx, weights, counts, None, source_rows
+    rows, slot_rows, sizes = expert_layout(idx, counts, alignment, num_rows)
+    slots = slot_rows.numpy()
+    row_weights = np.zeros(len(rows), np.float32)
+    row_weights[slots[slots >= 0]] = weights.numpy()[slots >= 0]
+    ends = torch.from_numpy(np.cumsum(sizes, dtype=np.int32))
+    return idx, weights, counts, (rows, slot_rows, ends, torch.from_numpy(row_weights)), source_rows
+
+
+def _read_meta(
     buffer: Tensor, layout: RowLayout, num_topk: int, num_local_experts: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Reads what `write_meta` wrote from received rows, uint8 `[num_rows, row_bytes]`.
+    """Reads what `_write_meta` wrote from received rows, uint8 `[num_rows, row_bytes]`.
 
     Returns:
         Local experts int32 and weights float32 `[num_rows, num_topk]`; rows per local expert, int64.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import ClosedError, Fp4CommError, TransportError
+from ..memory import empty
 
 PURPOSES = ("agreement", "dispatch", "combine", "grad_dispatch", "grad_combine")
 MAX_TAG = 2**15  # what every MPI has
@@ -20,12 +21,14 @@ class Transport(ABC):
 
     Attributes:
         name: what `transport=` calls it.
+        device: where the rows that it moves lie; None = on any one device.
         rank: this process's place in the group.
         num_ranks: size of the group.
         timeout_secs: an exchange that takes longer raises `TransportError`.
     """
 
     name: str
+    device: torch.device | None = torch.device("cpu")
 
     def __init__(self, rank: int, num_ranks: int, timeout_secs: float) -> None:
         self.rank = rank
@@ -36,12 +39,16 @@ class Transport(ABC):
         self._unusable = ""  # why the transport can't be used any more; empty while it can
 
     def exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], purpose: str = "agreement") -> None:
-        """Sends `outgoing[r]` to every rank r and fills `incoming[r]` from it; returns when all of that is done.
+        """Sends `outgoing[r]` to every rank r and fills `incoming[r]` from it.
+
+        With CPU tensors all of that is done on return. With CUDA tensors it is ordered as if it ran on the current
+        stream: after what was enqueued there before, and before what is enqueued after it.
 
         Args:
-            outgoing: per rank a contiguous uint8 tensor. Empty ones are not sent.
+            outgoing: per rank a contiguous uint8 tensor, on the CPU or on `device`. Empty ones are not sent.
             incoming: per rank a contiguous uint8 tensor of the size that rank r sends here.
-            purpose: one of PURPOSES; ranks with different ones wait for each other in vain instead of mixing data up.
+            purpose: one of PURPOSES; ranks with different ones wait for each other in vain instead of mixing data up
+                (but NCCL has no tags to tell them by).
 
         Raises:
             TransportError: a rank did not answer within `timeout_secs`; the transport can't be used after that.
@@ -49,26 +56,49 @@ class Transport(ABC):
         """
         if self._unusable:
             raise ClosedError(f"the {self.name} transport can't be used: {self._unusable}")
-        # NumPy, since torch splits a large copy over threads, for which ranks that share cores wait
-        np.copyto(incoming[self.rank].numpy(), outgoing[self.rank].numpy())
         if self.num_ranks == 1:
-            return
+            return self._copy_own(outgoing, incoming)
         self._count += 1
         self._tag = (len(PURPOSES) * self._count + PURPOSES.index(purpose)) % MAX_TAG
         try:
-            self._exchange_with_peers(outgoing, incoming)
+            self._exchange(outgoing, incoming, purpose)
         except BaseException as error:  # an interrupt too: messages are still on their way
             self._unusable = self._unusable or f"an exchange was broken off by {type(error).__name__}"
             if isinstance(error, RuntimeError) and not isinstance(error, Fp4CommError):  # gloo's, MPI's
                 raise TransportError(f"rank {self.rank}: {purpose} over {self.name} failed: {error}") from error
             raise
 
+    def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], purpose: str) -> None:
+        self._copy_own(outgoing, incoming)
+        self._exchange_with_peers(outgoing, incoming)
+
+    def _copy_own(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        target, source = incoming[self.rank], outgoing[self.rank]
+        if target.device.type == "cpu" == source.device.type:
+            # NumPy, since torch splits a large copy over threads, for which ranks that share cores wait
+            np.copyto(target.numpy(), source.numpy())
+        else:
+            target.copy_(source)
+
     @abstractmethod
     def _exchange_with_peers(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """`exchange` but for the own share, which is done."""
+        """`exchange` but for the own share."""
+
+    def send_buffer(self, shape: tuple[int, int], device: torch.device) -> Tensor:
+        """Uninitialised uint8 memory for the outgoing rows of the next exchange, and for nothing else."""
+        return empty(shape, torch.uint8, device)
+
+    def begin_all_to_all(self, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
+        """Starts `all_to_all` of several tensors side by side, each on the CPU or on `device`.
+
+        Returns:
+            What waits for the end and returns a CPU tensor `[num_ranks, sum of n]`.
+        """
+        received = self.all_to_all(torch.cat([part.cpu() for part in parts], dim=1))
+        return lambda: received
 
     def all_to_all(self, values: Tensor) -> Tensor:
-        """Row r of `values` (int64 `[num_ranks, n]`) goes to rank r; row r of the result came from it."""
+        """Row r of `values` (int64 `[num_ranks, n]`, on the CPU) goes to rank r; row r of the result came from it."""
         received = torch.empty_like(values)
         self.exchange(list(values.view(torch.uint8)), list(received.view(torch.uint8)))
         return received

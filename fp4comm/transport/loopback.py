@@ -13,6 +13,7 @@ class LoopbackTransport(Transport):
     """The group of one rank: an exchange is a copy."""
 
     name = "loopback"
+    device = None
 
     def __init__(self, timeout_secs: float = 0.0) -> None:
         super().__init__(0, 1, timeout_secs)

@@ -53,10 +53,13 @@ FP4COMM_HD inline float float_from_bits(uint32_t bits) {
 #endif
 }
 
-// One rounding each, never contracted to a fused multiply-add: the device compiler contracts by default.
+// One rounding each, subnormals kept. The device compiler contracts to fused multiply-adds by default, and may be told
+// to flush subnormals (CuPy does); PTX says what is meant.
 FP4COMM_HD inline float mul_rn(float a, float b) {
 #if defined(__CUDA_ARCH__)
-    return __fmul_rn(a, b);
+    float result;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
 #else
     return a * b;
 #endif
@@ -64,7 +67,9 @@ FP4COMM_HD inline float mul_rn(float a, float b) {
 
 FP4COMM_HD inline float add_rn(float a, float b) {
 #if defined(__CUDA_ARCH__)
-    return __fadd_rn(a, b);
+    float result;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
 #else
     return a + b;
 #endif

@@ -1,0 +1,127 @@
+// Rows among warps. A row is cut into ROW_PARTS parts, each the work of one warp: an item. A warp goes through its part
+// in chunks of kUnroll steps, all of whose loads are issued before the first is used.
+#pragma once
+
+#include "rows_convert.cuh"
+
+namespace fp4comm {
+
+constexpr int kThreads = 256;
+constexpr int kMaxUnroll = UNROLL;
+
+// Number of the warp in the grid.
+__device__ inline int64_t item_of_warp() {
+    return int64_t(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
+}
+
+// How the steps of C, of 32 * C::kLane columns, are divided.
+template <typename C>
+struct Parts {
+    static constexpr int kStepCols = kWarp * C::kLane;
+    static constexpr int kNumSteps = (int(kHidden) + kStepCols - 1) / kStepCols;
+    static constexpr int kSteps = (kNumSteps + ROW_PARTS - 1) / ROW_PARTS;
+    static constexpr int kNumChunks = (kSteps + kMaxUnroll - 1) / kMaxUnroll;
+    static constexpr int kUnroll = (kSteps + kNumChunks - 1) / kNumChunks;
+    // No chunk goes beyond the end of its part, nor of the row.
+    static constexpr bool kExact = int(kHidden) % kStepCols == 0 && kNumSteps % ROW_PARTS == 0 && kSteps % kUnroll == 0;
+};
+
+// fn(first column of the chunk) for the chunks of a part.
+template <typename C, typename Fn>
+__device__ inline void for_each_chunk(int part, Fn fn) {
+    using P = Parts<C>;
+    const uint32_t begin = uint32_t(part * P::kSteps * P::kStepCols);
+    const uint32_t end = min(begin + P::kSteps * P::kStepCols, kHidden);
+#pragma unroll 1
+    for (uint32_t first = begin; first < end; first += P::kUnroll * P::kStepCols) fn(first);
+}
+
+// A lane's first column in step `step` of a chunk.
+template <typename C>
+__device__ inline uint32_t column(uint32_t first, int step) {
+    return first + uint32_t(step * Parts<C>::kStepCols + lane_of_warp() * C::kLane);
+}
+
+template <typename C>
+__device__ inline bool inside(uint32_t first, int step) {
+    return Parts<C>::kExact || column<C>(first, step) < kHidden;
+}
+
+template <typename C, int kSteps>
+__device__ inline void load_chunk(ConstRow row, uint32_t first, typename C::In* in) {
+    const ConstRow at = advance<kSrc>(row, column<C>(first, 0));
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+        in[step] = C::load(at, step, column<C>(first, step), inside<C>(first, step));
+    }
+}
+
+template <typename C, int kSteps>
+__device__ inline void store_chunk(Row row, uint32_t first, const typename C::Out* out) {
+    const Row at = advance<kDst>(row, column<C>(first, 0));
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) C::store(at, step, inside<C>(first, step), out[step]);
+    C::template store_scales<kSteps, Parts<C>::kExact>(row, first, out);
+}
+
+template <typename C>
+__device__ inline void zero_part(Row row, int part) {
+    constexpr int kSteps = Parts<C>::kUnroll;
+    typename C::Out out[kSteps];
+    for_each_chunk<C>(part, [&](uint32_t first) {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) out[step] = C::zero();
+        store_chunk<C, kSteps>(row, first, out);
+    });
+}
+
+using RowConverter = Converter<kSrc, kDst, kPlain>;
+
+// The rows that a row goes to: those of `list` that are not -1. Lane i keeps entry i.
+template <int kCount>
+struct Targets {
+    const int64_t* list;
+    int64_t mine;
+
+    explicit __device__ Targets(const int64_t* entries) : list(entries), mine(entry(0)) {}
+
+    __device__ int64_t entry(int batch) const {
+        const int i = batch + lane_of_warp();
+        return i < kCount ? list[i] : -1;
+    }
+
+    __device__ bool none() const { return kCount <= kWarp && __ballot_sync(kAllLanes, mine >= 0) == 0; }
+
+    // fn(row, index in the list)
+    template <typename Fn>
+    __device__ void for_each(Fn fn) const {
+#pragma unroll 1
+        for (int batch = 0; batch < kCount; batch += kWarp) {
+            const int64_t row = batch == 0 ? mine : entry(batch);
+            for (uint32_t left = __ballot_sync(kAllLanes, row >= 0); left != 0; left &= left - 1) {
+                const int i = __ffs(int(left)) - 1;
+                fn(__shfl_sync(kAllLanes, row, i), batch + i);
+            }
+        }
+    }
+};
+
+// Converts row `row` once and writes it to all targets.
+template <int kCount>
+__device__ inline void spread_row(const Rows& src, const Rows& dst, int64_t row, int part,
+                                  const Targets<kCount>& targets, const Encoding& encoding) {
+    using C = RowConverter;
+    constexpr int kSteps = Parts<C>::kUnroll;
+    for_each_chunk<C>(part, [&](uint32_t first) {
+        typename C::In in[kSteps];
+        typename C::Out out[kSteps];
+        load_chunk<C, kSteps>(src.const_row(row), first, in);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+            out[step] = C::convert(in[step], encoding, row, column<C>(first, step));
+        }
+        targets.for_each([&](int64_t target, int) { store_chunk<C, kSteps>(dst.row(target), first, out); });
+    });
+}
+
+}  // namespace fp4comm

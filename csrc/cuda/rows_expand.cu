@@ -1,0 +1,71 @@
+// Rows in the order of the experts from received rows: row n of src is read once and written to the rows
+// slot_rows[n, k] of dst that are not -1; rows of dst whose source_rows is -1 become rows of zeros. Macros beside those
+// of rows_convert.cuh: NUM_TARGETS, the slots of a row; WEIGHTED, 1: each row is multiplied by its weight.
+#include "rows.cuh"
+
+using namespace fp4comm;
+
+namespace {
+
+#if WEIGHTED
+
+using RowWriter = WeightedConverter;
+
+__device__ void expand_row(const Rows& src, const Rows& dst, int64_t row, int part, const Targets<NUM_TARGETS>& targets,
+                           const float* weights, const Encoding& encoding) {
+    using C = WeightedConverter;
+    constexpr int kSteps = Parts<C>::kUnroll;
+    for_each_chunk<C>(part, [&](uint32_t first) {
+        C::In in[kSteps];
+        load_chunk<C, kSteps>(src.const_row(row), first, in);
+        targets.for_each([&](int64_t target, int) {
+            C::Out out[kSteps];
+#pragma unroll
+            for (int step = 0; step < kSteps; ++step) {
+                out[step] = C::convert(in[step], weights[target], encoding, target, column<C>(first, step));
+            }
+            store_chunk<C, kSteps>(dst.row(target), first, out);
+        });
+    });
+}
+
+#else
+
+using RowWriter = RowConverter;
+
+__device__ void expand_row(const Rows& src, const Rows& dst, int64_t row, int part, const Targets<NUM_TARGETS>& targets,
+                           const float*, const Encoding& encoding) {
+    spread_row(src, dst, row, part, targets, encoding);
+}
+
+#endif
+
+// Of 32 rows of dst from row `first` on.
+__device__ void zero_rows(const Rows& dst, int64_t first, const int64_t* source_rows, int64_t num_rows) {
+    const int64_t mine = first + lane_of_warp();
+    uint32_t left = __ballot_sync(kAllLanes, mine < num_rows && source_rows[mine < num_rows ? mine : 0] < 0);
+    for (; left != 0; left &= left - 1) {
+        const Row row = dst.row(first + __ffs(int(left)) - 1);
+        for (int part = 0; part < ROW_PARTS; ++part) zero_part<RowWriter>(row, part);
+    }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    expand_rows(uint8_t* src_data, int64_t src_stride, uint8_t* src_scales, int64_t src_scales_stride,
+                uint8_t* dst_data, int64_t dst_stride, uint8_t* dst_scales, int64_t dst_scales_stride,
+                int64_t num_src_rows, const int64_t* slot_rows, int64_t seed, int64_t stream, int64_t num_dst_rows,
+                const int64_t* source_rows, const float* weights) {
+    const Rows src = {kSrc, src_data, src_stride, src_scales, src_scales_stride};
+    const Rows dst = {kDst, dst_data, dst_stride, dst_scales, dst_scales_stride};
+    const int64_t row = item_of_warp() / ROW_PARTS;
+    if (row >= num_src_rows) {
+        const int64_t first = (item_of_warp() - num_src_rows * ROW_PARTS) * kWarp;
+        if (first < num_dst_rows) zero_rows(dst, first, source_rows, num_dst_rows);
+        return;
+    }
+    const Targets<NUM_TARGETS> targets(slot_rows + row * NUM_TARGETS);
+    if (targets.none()) return;
+    expand_row(src, dst, row, int(item_of_warp() % ROW_PARTS), targets, weights, {uint64_t(seed), uint32_t(stream)});
+}

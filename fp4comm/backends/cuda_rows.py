@@ -1,0 +1,276 @@
+"""Conversions, sums and products of rows on the device. Nothing here waits for the device.
+
+Callers have checked shapes, dtypes and devices. Row maps are int64 vectors on the device: `None` is the identity, -1 a
+row of zeros (in a sum: no term). Destinations are ours: their rows are aligned to 16 bytes, their scales naturally.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..formats import GROUP_SIZE, Kind, ScaleMode
+from . import cuda_compile
+from .cpu import Options, RowLayout, options
+from .rows import Rows
+
+__all__ = ["Meta", "Options", "convert_rows", "dot_rows", "expand_rows", "options", "pack_tokens", "sum_rows"]
+
+_DEFAULT = Options()
+_THREADS = 256
+_WARPS = _THREADS // 32
+_ALIGNMENT = 16  # of rows of data: one load of a lane
+_SCALE_ALIGNMENT = {Kind.FP8: 4, Kind.FP8_E8M0: 1, Kind.MXFP4: 1}
+
+_UNROLL = 8  # steps of a warp whose loads are under way together
+_SUM_BYTES = 64  # likewise of a lane in a sum
+_FEW_ROWS = 4096  # fewer than that do not fill a device with a warp each
+_FEW_ROWS_PARTS = 4
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a row of a message says of its token's choices.
+
+    Attributes:
+        layout: of the row.
+        topk_idx: int32 or int64 `[num_tokens, num_topk]`; anything outside `[0, num_experts)` is no expert.
+        weights: float32 of the same shape; None = 1.0.
+        num_experts: over all ranks.
+        rows_per_rank: int64 `[num_ranks]`, any stride; read with rows_stride only.
+        rows_stride: rows that each rank owns, of which the unused ones get weights 0 and experts -1; None = no others
+            than those that are sent.
+    """
+
+    layout: RowLayout
+    topk_idx: Tensor
+    weights: Tensor | None
+    num_experts: int
+    rows_per_rank: Tensor
+    rows_stride: int | None
+
+
+def convert_rows(
+    src: Rows,
+    dst: Rows,
+    src_row: Tensor | None = None,
+    dst_row: Tensor | None = None,
+    options: Options = _DEFAULT,
+    num_rows: int | None = None,
+) -> None:
+    """See `cpu.convert_rows`."""
+    if num_rows is None:
+        num_rows = next((m.numel() for m in (src_row, dst_row) if m is not None), len(src))
+    assert src_row is not None or len(src) >= num_rows
+    assert dst_row is not None or len(dst) >= num_rows
+    src = _aligned(src)
+    constants = _constants(src, dst, options, num_rows)
+    maps = (_pointer(src_row), _pointer(dst_row))
+    args = (*_rows(src), *_rows(dst), num_rows, *maps, *_random(options))
+    _launch("convert_rows", "rows_convert.cu", constants, num_rows * constants["ROW_PARTS"], args)
+
+
+def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEFAULT, meta: Meta | None = None) -> None:
+    """Row t of `x`, converted once, goes to the rows `token_rows[t]` of `send` that are not -1, in one launch.
+
+    Args:
+        x: the tokens; stochastic rounding counts them.
+        send: receives them.
+        token_rows: int64 `[num_tokens, num_ranks]`.
+        options: of the encoding into `send`.
+        meta: the choices that go with the rows; None = none.
+    """
+    num_tokens, num_ranks = token_rows.shape
+    assert len(x) >= num_tokens
+    x = _aligned(x)
+    constants = _constants(x, send, options, num_tokens) | {"NUM_TARGETS": num_ranks}
+    num_items = num_tokens * constants["ROW_PARTS"]
+    choices: tuple[int, ...] = (0,) * 8
+    if meta is None or meta.topk_idx.shape[1] == 0:
+        constants |= {"META": 0, "NUM_TOPK": 0, "IDX64": 0, "CAPACITY": 0}
+    else:
+        topk_idx = meta.topk_idx.contiguous()
+        weights = None if meta.weights is None else meta.weights.contiguous()
+        capacity = meta.rows_stride or 0
+        assert weights is None or weights.shape == topk_idx.shape
+        assert meta.rows_per_rank.dtype == torch.int64
+        num_items += -(-capacity * num_ranks // 32)
+        constants |= {
+            "META": 1,
+            "NUM_TOPK": topk_idx.shape[1],
+            "IDX64": int(topk_idx.dtype == torch.int64),
+            "CAPACITY": int(capacity > 0),
+        }
+        choices = (
+            topk_idx.data_ptr(),
+            _pointer(weights, torch.float32),
+            meta.num_experts // num_ranks,
+            meta.layout.weight_offset,
+            meta.layout.expert_offset,
+            meta.rows_per_rank.data_ptr(),
+            meta.rows_per_rank.stride(0),
+            capacity,
+        )
+    args = (*_rows(x), *_rows(send), num_tokens, _pointer(token_rows), *_random(options), *choices)
+    _launch("pack_tokens", "rows_pack.cu", constants, num_items, args)
+
+
+def expand_rows(
+    src: Rows,
+    out: Rows,
+    source_rows: Tensor | None = None,
+    slot_rows: Tensor | None = None,
+    weights: Tensor | None = None,
+    options: Options = _DEFAULT,
+) -> None:
+    """`out[i] = convert(weights[i] * src[source_rows[i]])`, rows of zeros where that is -1, in one launch.
+
+    Args:
+        src: received rows.
+        out: as many rows as source_rows.
+        source_rows: int64; None = the identity.
+        slot_rows: int64 `[len(src), num_slots]`, the rows of `out` that each row of `src` goes to, or -1: what
+            source_rows says, from the other side. With it each row of `src` is read once.
+        weights: float32, one for each row of `out`, only with source_rows; None = no product. With weights the result
+            is that of `sum_rows` with one term, to the sign of zero.
+        options: of the encoding into `out`.
+    """
+    assert source_rows is not None or weights is None
+    if source_rows is None or slot_rows is None:
+        if weights is None or source_rows is None:
+            return convert_rows(src, out, source_rows, None, options, len(out))
+        return sum_rows(src, out, source_rows.view(-1, 1), weights.view(-1, 1), None, options)
+    num_src, num_out = slot_rows.shape[0], source_rows.numel()
+    assert len(src) >= num_src
+    assert len(out) >= num_out
+    src = _aligned(src)
+    constants = _constants(src, out, options, num_src, through_floats=weights is not None)
+    constants |= {"NUM_TARGETS": slot_rows.shape[1], "WEIGHTED": int(weights is not None)}
+    pointers = (_pointer(source_rows), _pointer(weights, torch.float32))
+    args = (*_rows(src), *_rows(out), num_src, _pointer(slot_rows), *_random(options), num_out, *pointers)
+    num_items = num_src * constants["ROW_PARTS"] + -(-num_out // 32)
+    _launch("expand_rows", "rows_expand.cu", constants, num_items, args)
+    return None
+
+
+def sum_rows(
+    src: Rows,
+    dst: Rows,
+    src_row: Tensor,
+    weights: Tensor | None = None,
+    dst_row: Tensor | None = None,
+    options: Options = _DEFAULT,
+) -> None:
+    """See `cpu.sum_rows`."""
+    num_rows, num_terms = src_row.shape
+    assert weights is None or weights.shape == src_row.shape
+    if num_terms == 0:
+        return convert_rows(src, dst, src_row.new_full((num_rows,), -1), dst_row, options)
+    src = _aligned(src)
+    lane_bytes = 8 * _row_bytes(src) // src.hidden or 1
+    constants = _constants(src, dst, options, num_rows, through_floats=True)
+    constants |= {
+        "NUM_TERMS": num_terms,
+        "WEIGHTED": int(weights is not None),
+        "UNROLL": max(1, min(4, _SUM_BYTES // (lane_bytes * min(num_terms, 8)))),
+    }
+    maps = (_pointer(src_row), _pointer(weights, torch.float32), _pointer(dst_row))
+    args = (*_rows(src), *_rows(dst), num_rows, *maps, *_random(options))
+    _launch("sum_rows", "rows_sum.cu", constants, num_rows * constants["ROW_PARTS"], args)
+    return None
+
+
+def dot_rows(
+    a: Rows, b: Rows, a_row: Tensor | None = None, b_row: Tensor | None = None, options: Options = _DEFAULT
+) -> Tensor:
+    """See `cpu.dot_rows`."""
+    num = next((m.numel() for m in (a_row, b_row) if m is not None), len(a))
+    assert a.hidden == b.hidden
+    assert all(m is None or m.numel() == num for m in (a_row, b_row))
+    out = torch.empty(num, dtype=torch.float32, device=a.data.device)
+    a, b = _aligned(a), _aligned(b)
+    constants = {"HIDDEN": a.hidden, "A_KIND": int(a.kind), "B_KIND": int(b.kind), "HADAMARD": int(options.hadamard)}
+    args = (*_rows(a), *_rows(b), num, _pointer(a_row), _pointer(b_row), out.data_ptr(), _random(options)[0])
+    cuda_compile.launch("rows_dot.cu", "dot_rows", constants, -(-num * 4 // _THREADS), _THREADS, args)
+    return out
+
+
+def _launch(name: str, file: str, constants: dict[str, int], num_items: int, args: tuple[int, ...]) -> None:
+    """One warp per item."""
+    cuda_compile.launch(file, name, constants, -(-num_items // _WARPS), _THREADS, args)
+
+
+def _constants(src: Rows, dst: Rows, options: Options, num_rows: int, through_floats: bool = False) -> dict[str, int]:
+    """Macros of `rows.cuh`. What makes no difference between two kinds is left at its default.
+
+    Args:
+        src, dst, options: of the conversion.
+        num_rows: how many rows the warps share.
+        through_floats: whether MXFP4 becomes floats even if it ends as MXFP4 or FP8.
+    """
+    assert src.hidden == dst.hidden
+    assert _is_aligned(dst), "destinations are allocated with aligned rows"
+    encodes = dst.kind == Kind.MXFP4 and (through_floats or src.kind != dst.kind)
+    decodes = src.kind == Kind.MXFP4 and (through_floats or dst.kind in (Kind.F32, Kind.BF16, Kind.F16))
+    words = src.kind == Kind.MXFP4 and src.hidden % GROUP_SIZE == 0 and _divides(src.scales, 4)
+    return {
+        "HIDDEN": src.hidden,
+        "SRC_KIND": int(src.kind),
+        "DST_KIND": int(dst.kind),
+        "SCALE_MODE": options.scale_mode if encodes else ScaleMode.FLOOR.value,
+        "STOCHASTIC": int(encodes and options.rounding),
+        "HADAMARD": int((encodes or decodes) and options.hadamard),
+        "SRC_SCALE_WORDS": int(words),
+        "ROW_PARTS": 1 if num_rows >= _FEW_ROWS else _FEW_ROWS_PARTS,
+        "UNROLL": _UNROLL,
+    }
+
+
+def _random(options: Options) -> tuple[int, int]:
+    """Seed and stream; arguments of kernels are signed."""
+    return (options.seed + 2**63) % 2**64 - 2**63, options.stream
+
+
+def _aligned(rows: Rows) -> Rows:
+    """The rows, in fresh memory if theirs is not aligned as the kernels want it."""
+    if _is_aligned(rows):
+        return rows
+    scales = None if rows.scales is None else rows.scales.clone(memory_format=torch.contiguous_format)
+    return Rows(rows.kind, rows.data.clone(memory_format=torch.contiguous_format), scales)
+
+
+def _is_aligned(rows: Rows) -> bool:
+    return _divides(rows.data, _ALIGNMENT) and _divides(rows.scales, _SCALE_ALIGNMENT.get(rows.kind, 1))
+
+
+def _divides(tensor: Tensor | None, alignment: int) -> bool:
+    """Whether all rows start at multiples of `alignment`."""
+    if tensor is None or tensor.numel() == 0:
+        return True
+    stride = tensor.stride(0) * tensor.element_size() if tensor.shape[0] > 1 else 0
+    return tensor.data_ptr() % alignment == 0 and stride % alignment == 0
+
+
+def _row_bytes(rows: Rows) -> int:
+    return rows.data.shape[1] * rows.data.element_size()
+
+
+def _rows(rows: Rows) -> tuple[int, int, int, int]:
+    scales = (0, 0) if rows.scales is None else _address_and_stride(rows.scales)
+    return *_address_and_stride(rows.data), *scales
+
+
+def _address_and_stride(tensor: Tensor) -> tuple[int, int]:
+    assert tensor.dim() == 2
+    assert tensor.numel() == 0 or tensor.shape[1] == 1 or tensor.stride(1) == 1
+    return tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
+
+
+def _pointer(tensor: Tensor | None, dtype: torch.dtype = torch.int64) -> int:
+    if tensor is None:
+        return 0
+    assert tensor.dtype == dtype
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
