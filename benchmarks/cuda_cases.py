@@ -64,6 +64,17 @@ def all_cases() -> Iterator[GpuCase]:
     yield from unpacking()
     yield from sums()
     yield from routing()
+    yield GpuCase("fill: writes alone", fill)
+
+
+def fill(data: Data) -> Job:
+    """Zeros into as many bytes as FP8 both ways has: what a case that hardly reads can reach beside a copy."""
+    memory = torch.empty(2 * data.num_rows * data.hidden, dtype=torch.uint8, device=data.device)
+
+    def run() -> None:
+        memory.zero_()
+
+    return Job(run, lambda: [memory], memory.numel(), memory.numel())
 
 
 # --- rows

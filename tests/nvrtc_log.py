@@ -27,5 +27,10 @@ def compiler_log(source: str, options: tuple[str, ...]) -> str:
     except nvrtc.NVRTCError as raised:
         error = f"{raised}\n"
     log = error + str(nvrtc.getProgramLog(program)).strip("\0 \n")
+    if not error and any(option.startswith("-arch=compute") for option in options):
+        code = nvrtc.getPTX(program)
+        code = code.decode() if isinstance(code, bytes) else code
+        if "neg.ftz" in code:  # no emulator shows it
+            log += "a negation flushes subnormals; use sub_rn"
     nvrtc.destroyProgram(program)
     return log

@@ -60,10 +60,11 @@ def use_rows(t: Target, fast: bool) -> None:
                 t.backend.expand_rows(rows(t, src, 8), out, index, slots)
             if dst in (Kind.MXFP4, Kind.FP8_E8M0):
                 Packing(src, dst, HIDDEN, 64, num_topk=8, capacity=64).pack(t)
+    for options in () if fast else (t.backend.options(**chosen) for chosen in OPTIONS.values()):
+        t.backend.convert_rows(rows(t, Kind.BF16), rows(t, Kind.MXFP4), options=options)
+        t.backend.convert_rows(rows(t, Kind.MXFP4), rows(t, Kind.F32), options=options)
     if fast:
         t.backend.expand_rows(rows(t, Kind.MXFP4, 8), rows(t, Kind.BF16), index, slots, weights)
-        for name in OPTIONS:
-            t.backend.convert_rows(rows(t, Kind.BF16), rows(t, Kind.MXFP4), options=t.backend.options(**OPTIONS[name]))
         Packing(Kind.BF16, Kind.MXFP4, HIDDEN, 64, num_topk=8, index=np.int32, with_routing=False).pack(t)
 
 
@@ -164,3 +165,6 @@ def test_messages_are_seen(compiler: ProcessPoolExecutor) -> None:
     for statement, message in (("x[0] = 1;", ""), ("int y;", "never referenced"), ("x[0] = z;", "undefined")):
         log = compiler.submit(compiler_log, kernel.format(statement), ("-arch=sm_80",)).result()
         assert message in log if message else not log
+    negation = 'extern "C" __global__ void kernel(float* x) { x[0] = -x[0]; }'
+    log = compiler.submit(compiler_log, negation, ("-arch=compute_90a", "-ftz=true")).result()
+    assert "use sub_rn" in log

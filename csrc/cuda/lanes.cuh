@@ -134,7 +134,7 @@ __device__ inline void rotate_block(float* x, float factor) {
             const float a = x[i];
             const float b = x[i + h];
             x[i] = add_rn(a, b);
-            x[i + h] = add_rn(a, -b);
+            x[i + h] = sub_rn(a, b);
         }
     }
 #pragma unroll
@@ -143,7 +143,7 @@ __device__ inline void rotate_block(float* x, float factor) {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             const float other = __shfl_xor_sync(kAllLanes, x[i], h / N);
-            x[i] = upper ? add_rn(other, -x[i]) : add_rn(x[i], other);
+            x[i] = upper ? sub_rn(other, x[i]) : add_rn(x[i], other);
         }
     }
 #pragma unroll

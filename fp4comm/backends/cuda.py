@@ -55,8 +55,8 @@ def raise_deferred() -> None:
         raise InvalidArgument("topk_idx of an earlier dispatch had numbers that are no expert; they counted as -1")
     if status == _CORRUPT_ROWS:
         raise TransportError(
-            "rows of an earlier dispatch do not fit: their topk_idx named an expert more than once for a token, for which "
-            "num_max_tokens_per_rank leaves no room, or they are corrupt"
+            "rows of an earlier dispatch do not fit: their topk_idx named an expert more than once for a token, for "
+            "which num_max_tokens_per_rank leaves no room, or they are corrupt"
         )
 
 

@@ -25,7 +25,7 @@ _FP8_COLUMNS = 128
 _REQUANTIZED_COLUMNS = 512
 
 # Spans, and blocks per multiprocessor that registers are limited for.
-_MXFP4_SPANS, _MXFP4_MIN_BLOCKS = 2, 3
+_MXFP4_SPANS, _MXFP4_MIN_BLOCKS = 1, 5
 _FP8_SPANS, _FP8_MIN_BLOCKS = 2, 4
 
 _DEFAULT = Options()

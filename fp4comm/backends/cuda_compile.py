@@ -1,8 +1,8 @@
 """Kernels from `csrc/cuda`, compiled for the device at hand by NVRTC at first use and kept on disk by CuPy.
 
 Every kernel is `extern "C"`, takes pointers and int64 only, and is specialised by macros. CuPy compiles with
-`-ftz=true`; arithmetic whose subnormals matter is therefore in PTX (`mul_rn`, `add_rn`), which that option leaves as
-it is.
+`-ftz=true`; arithmetic whose subnormals matter, negation included, is therefore in PTX (`mul_rn`, `add_rn`, `sub_rn`),
+which that option leaves as it is.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 // Stricter than a device: what is undefined there is an error here (a shuffle or barrier that not all its threads
 // reach, a shuffle from an absent lane, misaligned accesses, indices outside of arrays), shared memory holds a pattern
 // before it is written, and warps and lanes take turns in an order that changes, so that missing barriers show.
-// Like the device it flushes subnormals, except in mul_rn and add_rn, since that is how kernels are compiled.
+// Like the device it flushes subnormals, except in mul_rn, add_rn and sub_rn, since that is how kernels are compiled.
+// (Negation flushes only on the device.)
 //
 // This file comes before a kernel's source; emulator.cpp is a library of its own.
 #pragma once
@@ -81,7 +82,7 @@ void fresh(void* memory, size_t size, uint64_t* epoch);
 
 namespace fp4comm_emulator {
 
-// --- subnormals are flushed, but not by mul_rn and add_rn
+// --- subnormals are flushed, but not by mul_rn, add_rn and sub_rn
 
 #if defined(__x86_64__)
 constexpr uint32_t kKeepSubnormals = 0x1f80;
@@ -96,12 +97,20 @@ inline float add_rn(float a, float b) {
     asm("ldmxcsr %2\n\taddss %1, %0\n\tldmxcsr %3" : "+x"(a) : "x"(b), "m"(kKeepSubnormals), "m"(kFlushSubnormals));
     return a;
 }
+
+inline float sub_rn(float a, float b) {
+    asm("ldmxcsr %2\n\tsubss %1, %0\n\tldmxcsr %3" : "+x"(a) : "x"(b), "m"(kKeepSubnormals), "m"(kFlushSubnormals));
+    return a;
+}
 #else
 inline float mul_rn(float a, float b) {
     return a * b;
 }
 inline float add_rn(float a, float b) {
     return a + b;
+}
+inline float sub_rn(float a, float b) {
+    return a - b;
 }
 #endif
 

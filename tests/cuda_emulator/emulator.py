@@ -33,7 +33,6 @@ from torch import Tensor
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent.parent / "csrc"
 RUNTIME = ("emulator.h", "intrinsics.h", "emulator.cpp")
-RESIDENT_BLOCKS = 3  # few, so that persistent blocks take several turns
 KEEP_SECS = 7 * 24 * 3600
 MAX_SHARED_BYTES = 48 << 10  # more needs an attribute of the kernel
 FLAGS = (
@@ -59,10 +58,11 @@ _SHARED = re.compile(
     + r"(?P<rest>[^;]+);"
 )
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
-# Subnormals survive in these two, as in the PTX that they are on a device.
+# Subnormals survive in these three, as in the PTX that they are on a device.
 _KEEPS_SUBNORMALS = {
     "return a * b;": "return fp4comm_emulator::mul_rn(a, b);",
     "return a + b;": "return fp4comm_emulator::add_rn(a, b);",
+    "return a - b;": "return fp4comm_emulator::sub_rn(a, b);",
 }
 
 

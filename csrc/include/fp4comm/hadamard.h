@@ -12,7 +12,7 @@ FP4COMM_HD inline void hadamard_butterfly(float* x, float factor) {
             const float a = x[i];
             const float b = x[i + h];
             x[i] = add_rn(a, b);
-            x[i + h] = add_rn(a, -b);
+            x[i + h] = sub_rn(a, b);
         }
     }
     for (int i = 0; i < kBlockSize; ++i) x[i] = mul_rn(x[i], factor);

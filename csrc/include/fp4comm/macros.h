@@ -75,6 +75,17 @@ FP4COMM_HD inline float add_rn(float a, float b) {
 #endif
 }
 
+// Not add_rn(a, -b): a negation, too, flushes.
+FP4COMM_HD inline float sub_rn(float a, float b) {
+#if defined(__CUDA_ARCH__)
+    float result;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+    return result;
+#else
+    return a - b;
+#endif
+}
+
 FP4COMM_HD inline uint32_t magnitude_bits(float x) {
     return float_bits(x) & kMagnitudeMask;
 }
