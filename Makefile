@@ -7,6 +7,7 @@ VENV := .venv
 PACKAGES := $(VENV)/.packages
 EXTENSION := $(VENV)/.extension
 CXX_FILES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+FORMATTED := $(CXX_FILES) $(shell find tests -name '*.cpp' -o -name '*.h')
 
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -31,12 +32,12 @@ lint: $(EXTENSION) ## Style and types
 	python -m ruff format --check
 	python -m mypy
 	python -m benchmarks.tables --check
-	clang-format --dry-run -Werror $(CXX_FILES)
+	clang-format --dry-run -Werror $(FORMATTED)
 
 format: $(PACKAGES) ## Rewrite the sources in the project's style
 	python -m ruff check --fix
 	python -m ruff format
-	clang-format -i $(CXX_FILES)
+	clang-format -i $(FORMATTED)
 
 clean: ## Remove all that make made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -3,7 +3,8 @@
     python -m benchmarks.tables            # rewrites README.md and docs/*.md
     python -m benchmarks.tables --check    # says which are out of date, exit code 1 if any is
 
-A table is whatever lies between `<!-- table:NAME -->` and `<!-- /table -->`, each on a line of its own.
+A table is whatever lies between `<!-- table:NAME -->` and `<!-- /table -->`, each on a line of its own. NAME:2 takes only
+the first two configurations of a run.
 """
 
 from __future__ import annotations
@@ -154,10 +155,14 @@ def make_table(name: str, results: Path) -> str:
     Raises:
         ValueError: there are no such results.
     """
+    name, _, count = name.partition(":")
     path = results / f"{name}.jsonl"
     if not path.exists():
         raise ValueError(f"table {name!r}: there is no {path.name} in {results.name}/")
     run, *records = read_json_lines(path)
+    if count:
+        chosen = unique(record["config"] for record in records if "config" in record)[: int(count)]
+        records = [record for record in records if record.get("config") in chosen]
     return TABLES[run["benchmark"], run.get("device", "cpu")](run, records)
 
 

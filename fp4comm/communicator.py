@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import checks
 from .agreement import agree, begin_agreement
-from .autograd import Combine, Dispatch
+from .autograd import Combine, Dispatch, sum_combine, unpack_dispatch
 from .backends import Rows, backend_for, raise_deferred
 from .codec import FP8Columns, FP8Tensor, MXFP4Tensor
 from .errors import ClosedError, InvalidArgument
@@ -378,9 +378,12 @@ class EPCommunicator:
         differentiable = None if isinstance(x, FP8Tensor) else x
         dtype = torch.bfloat16 if differentiable is None else differentiable.dtype
         dtype = out if isinstance(out, torch.dtype) else dtype
-        recv_x, recv_topk_weights, anchor = Dispatch.apply(
-            differentiable, topk_weights, self._exchange, arrived, routing, None if out == "fp8" else dtype
+        inputs = (differentiable, topk_weights, self._exchange, arrived, routing, None if out == "fp8" else dtype)
+        needs_graph = torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in (differentiable, topk_weights)
         )
+        recv_x: Any
+        recv_x, recv_topk_weights, anchor = Dispatch.apply(*inputs) if needs_graph else unpack_dispatch(*inputs)
         if out == "fp8":
             recv_x = FP8Tensor.empty(routing.num_rows, self.hidden, arrived.buffer.device)
             self._exchange.unpack("dispatch", arrived, recv_x._rows, routing)
@@ -419,7 +422,8 @@ class EPCommunicator:
         anchor = handle.anchor
         if any_gradient and not anchor.requires_grad:
             anchor = torch.zeros((), requires_grad=True)  # backward is collective: a rank without rows takes part
-        combined_x: Tensor = Combine.apply(y, weights, anchor, self._exchange, handle.routing)
+        inputs = (y, weights, anchor, self._exchange, handle.routing)
+        combined_x: Tensor = Combine.apply(*inputs) if any_gradient else sum_combine(*inputs)
         return combined_x
 
     def _agree(self, operation: str, facts: dict[str, object], error: Exception | None, flag: bool = False) -> bool:

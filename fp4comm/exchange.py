@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .backends import Rows, backend_for
+from .backends import BufferRows, Rows, backend_for
 from .formats import Kind
 from .memory import empty
 from .precision import Leg, Precision
@@ -42,12 +43,10 @@ class WireRows:
     layout: Any
     num_topk: int
 
-    @property
+    @cached_property
     def rows(self) -> Rows:
         """Data and scales."""
-        start = self.layout.scale_offset
-        scales = self.buffer[:, start : start + self.layout.scale_bytes] if self.layout.scale_bytes else None
-        return Rows(self.kind, self.buffer[:, : self.layout.data_bytes], scales)
+        return BufferRows(self.kind, self.buffer, self.layout)
 
     def is_plain(self, dtype: torch.dtype) -> bool:
         """Whether the rows are nothing but numbers of that dtype, one after the other."""
@@ -199,7 +198,7 @@ class Exchange:
     ) -> WireRows:
         backend, kind = backend_for(y.data), self._leg(leg_name).kind
         if slot_values is None and routing.slot_rows is None and y.kind == kind and y.scales is None:
-            layout = backend_for(None).row_layout(kind, self.hidden, 0)
+            layout = _layout(kind, self.hidden, 0)
             as_bytes = y.data.view(torch.uint8) if y.data.is_contiguous() else None
             if as_bytes is not None and as_bytes.shape[1] == layout.row_bytes:  # they are wire rows already
                 return WireRows(as_bytes, kind, layout, 0)
@@ -240,7 +239,7 @@ class Exchange:
         self, leg_name: str, num_rows: int, num_topk: int, device: torch.device, to_send: bool = False
     ) -> WireRows:
         kind = self._leg(leg_name).kind
-        layout = backend_for(None).row_layout(kind, self.hidden, num_topk)
+        layout = _layout(kind, self.hidden, num_topk)
         shape = (num_rows, layout.row_bytes)
         buffer = self.transport.send_buffer(shape, device) if to_send else empty(shape, torch.uint8, device)
         return WireRows(buffer, kind, layout, num_topk)
@@ -253,11 +252,23 @@ class Exchange:
         signs of the Hadamard transform are always the same."""
         leg = self._leg(leg_name)
         self._calls += not decode
+        if not leg.stochastic:
+            return _options_without_stream(leg.scale_mode, leg.hadamard, self.seed)
         stream = self._calls * self.transport.num_ranks + self.transport.rank
         return backend_for(None).options(leg.scale_mode, leg.stochastic, leg.hadamard, self.seed, stream)
 
     def _stage(self, leg_name: str, stage: str) -> AbstractContextManager[None]:
         return nullcontext() if self.stage is None else self.stage(f"{leg_name}.{stage}")
+
+
+@cache
+def _layout(kind: Kind, hidden: int, num_topk: int) -> Any:
+    return backend_for(None).row_layout(kind, hidden, num_topk)
+
+
+@cache
+def _options_without_stream(scale_mode: str, hadamard: bool, seed: int) -> Any:
+    return backend_for(None).options(scale_mode, False, hadamard, seed, 0)
 
 
 def _split(buffer: Tensor, num_rows: Sequence[int]) -> list[Tensor]:

@@ -81,6 +81,8 @@ RECYCLER = Recycler()
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
     """`torch.empty`, on the CPU in recycled memory if it is large."""
+    if isinstance(device, torch.device) and device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
     num_bytes = dtype.itemsize
     for extent in shape:
         num_bytes *= extent

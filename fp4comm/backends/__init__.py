@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ..errors import NotAvailable, require
+from ..errors import InvalidArgument, NotAvailable
 from . import cpu
-from .rows import Rows
+from .rows import BufferRows, Rows
 
-__all__ = ["Rows", "backend_for", "raise_deferred"]
+__all__ = ["BufferRows", "Rows", "backend_for", "raise_deferred"]
+
+
+_cuda: ModuleType | None = None  # once it has been imported
 
 
 def backend_for(tensor: Tensor | None) -> ModuleType:
@@ -22,23 +24,28 @@ def backend_for(tensor: Tensor | None) -> ModuleType:
         NotAvailable: no backend takes tensors of that device, or it needs a package that is not installed.
         InvalidArgument: it is not the current CUDA device.
     """
-    if tensor is None or tensor.device.type == "cpu":
+    device = None if tensor is None else tensor.device
+    if device is None or device.type == "cpu":
         return cpu
-    if tensor.device.type != "cuda":
-        raise NotAvailable(f"tensor is on device {str(tensor.device)!r}; there is a backend for: 'cpu', 'cuda'")
+    if device.type != "cuda":
+        raise NotAvailable(f"tensor is on device {str(device)!r}; there is a backend for: 'cpu', 'cuda'")
+    current = torch.cuda.current_device()
+    if device.index != current:
+        accepted = f"the current CUDA device, cuda:{current} (see torch.cuda.device)"
+        raise InvalidArgument(f"tensor is on {device}; accepted: {accepted}")
+    return _cuda or _import_cuda(device)
+
+
+def _import_cuda(device: torch.device) -> ModuleType:
+    global _cuda
     try:
         from . import cuda  # here, since CuPy is optional
     except ImportError as error:
         raise NotAvailable(
-            f"tensor is on {tensor.device}, and kernels for it need CuPy ({error}); install it with: "
+            f"tensor is on {device}, and kernels for it need CuPy ({error}); install it with: "
             f"pip install 'fp4comm[cuda{(torch.version.cuda or '12').split('.')[0]}]'"
         ) from error
-    require(
-        tensor.device.index == torch.cuda.current_device(),
-        "tensor",
-        f"on {tensor.device}",
-        f"the current CUDA device, cuda:{torch.cuda.current_device()} (see torch.cuda.device)",
-    )
+    _cuda = cuda
     return cuda
 
 
@@ -49,6 +56,5 @@ def raise_deferred() -> None:
         InvalidArgument: `topk_idx` had numbers that are no experts.
         TransportError: received rows were not what their sender sent.
     """
-    cuda = sys.modules.get(f"{__name__}.cuda")
-    if cuda is not None:
-        cuda.raise_deferred()
+    if _cuda is not None:
+        _cuda.raise_deferred()

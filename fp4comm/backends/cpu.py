@@ -432,15 +432,8 @@ def expert_layout(
 
 
 def _native(rows: Rows) -> _cpu.Rows:
-    scales = (0, 0) if rows.scales is None else _address_and_stride(rows.scales)
-    return _cpu.Rows(rows.kind, *_address_and_stride(rows.data), *scales)
-
-
-def _address_and_stride(tensor: Tensor) -> tuple[int, int]:
-    assert tensor.device.type == "cpu"
-    assert tensor.dim() == 2
-    assert tensor.numel() == 0 or tensor.shape[1] == 1 or tensor.stride(1) == 1
-    return tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
+    assert rows.data.device.type == "cpu"
+    return _cpu.Rows(rows.kind, *rows.address)
 
 
 def _pointer(tensor: Tensor | None, dtype: torch.dtype = torch.int64) -> int:

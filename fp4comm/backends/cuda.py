@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..errors import InvalidArgument, TransportError
@@ -43,14 +45,22 @@ def _status() -> Tensor:
     return torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
 
 
+@functools.cache
+def _status_words() -> NDArray[np.int32]:
+    """The same memory, quicker to read."""
+    words: NDArray[np.int32] = _status().numpy()
+    return words
+
+
 def raise_deferred() -> None:
     """See `fp4comm.backends.raise_deferred`."""
     if _status.cache_info().currsize == 0:
         return
-    status = int(_status()[0])
+    words = _status_words()
+    status = int(words[0])
     if status == 0:
         return
-    _status()[0] = 0
+    words[0] = 0
     if status == _INVALID_EXPERTS:
         raise InvalidArgument("topk_idx of an earlier dispatch had numbers that are no expert; they counted as -1")
     if status == _CORRUPT_ROWS:

@@ -6,6 +6,7 @@ capture.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -149,7 +150,7 @@ class _Source:
         assert all(m >= 0 for m in group_sizes)
         assert num_rows == (len(src) if src_row is None else src_row.numel())
         assert src_row is None or (src_row.dtype == torch.int64 and src_row.is_contiguous())
-        groups = None if len(sizes) <= 1 else _to_device(_starts(sizes, tiles), src.data.device)
+        groups = None if len(sizes) <= 1 else _table(tuple(sizes.tolist()), rows_per_tile, src.data.device, _stream(src.data.device))
         scales = None if src.scales is None else _aligned(src.scales, 4 if src.kind == Kind.FP8 else 1)
         rows = Rows(src.kind, _aligned(src.data, 16), scales)
         return cls(rows, src_row, groups, len(sizes), num_rows, int(tiles.sum()))
@@ -165,6 +166,20 @@ class _Source:
             self.num_groups,
             self.num_rows,
         )
+
+
+def _stream(device: torch.device) -> int:
+    return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
+
+
+@functools.lru_cache(maxsize=64)
+def _table(sizes: tuple[int, ...], rows_per_tile: int, device: torch.device, stream: int) -> Tensor:
+    """First row and first tile of every group, and their sums: of the groups of a step, which several calls share.
+
+    `stream` is the one that it is copied on.
+    """
+    rows = np.array(sizes, dtype=np.int64)
+    return _to_device(_starts(rows, -(-rows // rows_per_tile)), device)
 
 
 def _starts(*counts: np.ndarray) -> Tensor:

@@ -6,6 +6,7 @@ row of zeros (in a sum: no term). Destinations are ours: their rows are aligned 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..formats import GROUP_SIZE, Kind, ScaleMode
 from . import cuda_compile
 from .cpu import Options, RowLayout, options
-from .rows import Rows
+from .rows import BITS, Rows
 
 __all__ = ["Meta", "Options", "convert_rows", "dot_rows", "expand_rows", "options", "pack_tokens", "sum_rows"]
 
@@ -68,7 +69,7 @@ def convert_rows(
     src = _aligned(src)
     constants = _constants(src, dst, options, num_rows)
     maps = (_pointer(src_row), _pointer(dst_row))
-    args = (*_rows(src), *_rows(dst), num_rows, *maps, *_random(options))
+    args = (*src.address, *dst.address, num_rows, *maps, *_random(options))
     _launch("convert_rows", "rows_convert.cu", constants, num_rows * constants["ROW_PARTS"], args)
 
 
@@ -113,7 +114,7 @@ def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEF
             meta.rows_per_rank.stride(0),
             capacity,
         )
-    args = (*_rows(x), *_rows(send), num_tokens, _pointer(token_rows), *_random(options), *choices)
+    args = (*x.address, *send.address, num_tokens, _pointer(token_rows), *_random(options), *choices)
     _launch("pack_tokens", "rows_pack.cu", constants, num_items, args)
 
 
@@ -149,7 +150,7 @@ def expand_rows(
     constants = _constants(src, out, options, num_src, through_floats=weights is not None)
     constants |= {"NUM_TARGETS": slot_rows.shape[1], "WEIGHTED": int(weights is not None)}
     pointers = (_pointer(source_rows), _pointer(weights, torch.float32))
-    args = (*_rows(src), *_rows(out), num_src, _pointer(slot_rows), *_random(options), num_out, *pointers)
+    args = (*src.address, *out.address, num_src, _pointer(slot_rows), *_random(options), num_out, *pointers)
     num_items = num_src * constants["ROW_PARTS"] + -(-num_out // 32)
     _launch("expand_rows", "rows_expand.cu", constants, num_items, args)
     return None
@@ -169,15 +170,14 @@ def sum_rows(
     if num_terms == 0:
         return convert_rows(src, dst, src_row.new_full((num_rows,), -1), dst_row, options)
     src = _aligned(src)
-    lane_bytes = 8 * _row_bytes(src) // src.hidden or 1
     constants = _constants(src, dst, options, num_rows, through_floats=True)
     constants |= {
         "NUM_TERMS": num_terms,
         "WEIGHTED": int(weights is not None),
-        "UNROLL": max(1, min(4, _SUM_BYTES // (lane_bytes * min(num_terms, 8)))),
+        "UNROLL": max(1, min(4, _SUM_BYTES // (BITS[src.kind] * min(num_terms, 8)))),  # 8 numbers a lane
     }
     maps = (_pointer(src_row), _pointer(weights, torch.float32), _pointer(dst_row))
-    args = (*_rows(src), *_rows(dst), num_rows, *maps, *_random(options))
+    args = (*src.address, *dst.address, num_rows, *maps, *_random(options))
     _launch("sum_rows", "rows_sum.cu", constants, num_rows * constants["ROW_PARTS"], args)
     return None
 
@@ -192,7 +192,7 @@ def dot_rows(
     out = torch.empty(num, dtype=torch.float32, device=a.data.device)
     a, b = _aligned(a), _aligned(b)
     constants = {"HIDDEN": a.hidden, "A_KIND": int(a.kind), "B_KIND": int(b.kind), "HADAMARD": int(options.hadamard)}
-    args = (*_rows(a), *_rows(b), num, _pointer(a_row), _pointer(b_row), out.data_ptr(), _random(options)[0])
+    args = (*a.address, *b.address, num, _pointer(a_row), _pointer(b_row), out.data_ptr(), _random(options)[0])
     cuda_compile.launch("rows_dot.cu", "dot_rows", constants, -(-num * 4 // _THREADS), _THREADS, args)
     return out
 
@@ -212,18 +212,45 @@ def _constants(src: Rows, dst: Rows, options: Options, num_rows: int, through_fl
     """
     assert src.hidden == dst.hidden
     assert _is_aligned(dst), "destinations are allocated with aligned rows"
-    encodes = dst.kind == Kind.MXFP4 and (through_floats or src.kind != dst.kind)
-    decodes = src.kind == Kind.MXFP4 and (through_floats or dst.kind in (Kind.F32, Kind.BF16, Kind.F16))
-    words = src.kind == Kind.MXFP4 and src.hidden % GROUP_SIZE == 0 and _divides(src.scales, 4)
+    words = src.kind == Kind.MXFP4 and src.hidden % GROUP_SIZE == 0 and (src.address[2] | src.address[3]) % 4 == 0
+    return dict(
+        _macros(
+            src.kind,
+            dst.kind,
+            src.hidden,
+            options.scale_mode,
+            bool(options.rounding),
+            options.hadamard,
+            words,
+            num_rows >= _FEW_ROWS,
+            through_floats,
+        )
+    )
+
+
+@functools.cache
+def _macros(
+    src: Kind,
+    dst: Kind,
+    hidden: int,
+    scale_mode: int,
+    stochastic: bool,
+    hadamard: bool,
+    words: bool,
+    is_many: bool,
+    through_floats: bool,
+) -> dict[str, int]:
+    encodes = dst == Kind.MXFP4 and (through_floats or src != dst)
+    decodes = src == Kind.MXFP4 and (through_floats or dst in (Kind.F32, Kind.BF16, Kind.F16))
     return {
-        "HIDDEN": src.hidden,
-        "SRC_KIND": int(src.kind),
-        "DST_KIND": int(dst.kind),
-        "SCALE_MODE": options.scale_mode if encodes else ScaleMode.FLOOR.value,
-        "STOCHASTIC": int(encodes and options.rounding),
-        "HADAMARD": int((encodes or decodes) and options.hadamard),
+        "HIDDEN": hidden,
+        "SRC_KIND": int(src),
+        "DST_KIND": int(dst),
+        "SCALE_MODE": scale_mode if encodes else ScaleMode.FLOOR.value,
+        "STOCHASTIC": int(encodes and stochastic),
+        "HADAMARD": int((encodes or decodes) and hadamard),
         "SRC_SCALE_WORDS": int(words),
-        "ROW_PARTS": 1 if num_rows >= _FEW_ROWS else _FEW_ROWS_PARTS,
+        "ROW_PARTS": 1 if is_many else _FEW_ROWS_PARTS,
         "UNROLL": _UNROLL,
     }
 
@@ -242,30 +269,12 @@ def _aligned(rows: Rows) -> Rows:
 
 
 def _is_aligned(rows: Rows) -> bool:
-    return _divides(rows.data, _ALIGNMENT) and _divides(rows.scales, _SCALE_ALIGNMENT.get(rows.kind, 1))
-
-
-def _divides(tensor: Tensor | None, alignment: int) -> bool:
-    """Whether all rows start at multiples of `alignment`."""
-    if tensor is None or tensor.numel() == 0:
+    if len(rows) == 0:
         return True
-    stride = tensor.stride(0) * tensor.element_size() if tensor.shape[0] > 1 else 0
-    return tensor.data_ptr() % alignment == 0 and stride % alignment == 0
-
-
-def _row_bytes(rows: Rows) -> int:
-    return rows.data.shape[1] * rows.data.element_size()
-
-
-def _rows(rows: Rows) -> tuple[int, int, int, int]:
-    scales = (0, 0) if rows.scales is None else _address_and_stride(rows.scales)
-    return *_address_and_stride(rows.data), *scales
-
-
-def _address_and_stride(tensor: Tensor) -> tuple[int, int]:
-    assert tensor.dim() == 2
-    assert tensor.numel() == 0 or tensor.shape[1] == 1 or tensor.stride(1) == 1
-    return tensor.data_ptr(), tensor.stride(0) * tensor.element_size()
+    data, stride, scales, scales_stride = rows.address
+    if len(rows) == 1:
+        stride = scales_stride = 0
+    return (data | stride) % _ALIGNMENT == 0 and (scales | scales_stride) % _SCALE_ALIGNMENT.get(rows.kind, 1) == 0
 
 
 def _pointer(tensor: Tensor | None, dtype: torch.dtype = torch.int64) -> int:

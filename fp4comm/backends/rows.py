@@ -2,42 +2,91 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..formats import Kind
 
-_BITS = {Kind.F32: 32, Kind.BF16: 16, Kind.F16: 16, Kind.FP8: 8, Kind.FP8_E8M0: 8, Kind.MXFP4: 4}
+# of a number, without its share of a scale
+BITS = {Kind.F32: 32, Kind.BF16: 16, Kind.F16: 16, Kind.FP8: 8, Kind.FP8_E8M0: 8, Kind.MXFP4: 4}
 _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16, torch.float16: Kind.F16}
 
+Address = tuple[int, int, int, int]
 
-@dataclass(frozen=True)
+
 class Rows:
-    """Rows of numbers of one kind; the dtypes of the tensors do not matter, only their bytes.
+    """Rows of numbers of one kind; the dtypes of the tensors do not matter, only their bytes. Not to be changed.
 
-    Attributes:
+    Args:
         kind: how the bytes of a row are read.
         data: 2-D, inner stride 1; any row stride.
         scales: likewise, one row of scales per row of data; None where the kind has none.
     """
 
-    kind: Kind
-    data: Tensor
-    scales: Tensor | None = None
+    def __init__(self, kind: Kind, data: Tensor, scales: Tensor | None = None) -> None:
+        self.kind = kind
+        self.data = data
+        self.scales = scales
+        self.hidden = data.shape[1] * data.element_size() * 8 // BITS[kind]
+        """Numbers in a row."""
 
     @classmethod
     def of(cls, x: Tensor) -> Rows:
         """The rows of a float32, bfloat16 or float16 tensor; a copy if its inner stride is not 1."""
         if x.stride(1) != 1:
             x = x.clone(memory_format=torch.contiguous_format)
-        return cls(_KINDS[x.dtype], x)
+        return Rows(_KINDS[x.dtype], x)
 
-    @property
-    def hidden(self) -> int:
-        """Numbers in a row."""
-        return self.data.shape[1] * self.data.element_size() * 8 // _BITS[self.kind]
+    @cached_property
+    def address(self) -> Address:
+        """Address and row stride in bytes of data and of scales; 0 for scales that are not there."""
+        scales = (0, 0) if self.scales is None else _address_and_stride(self.scales)
+        return *_address_and_stride(self.data), *scales
 
     def __len__(self) -> int:
         return self.data.shape[0]
+
+
+class BufferRows(Rows):
+    """Rows in a buffer of bytes, at a fixed stride: the tensors are made only if somebody asks for them.
+
+    Args:
+        kind: of the numbers.
+        buffer: uint8 `[num_rows, row_bytes]`, contiguous.
+        layout: a `RowLayout`.
+    """
+
+    def __init__(self, kind: Kind, buffer: Tensor, layout: Any) -> None:
+        self.kind = kind
+        self.hidden = layout.data_bytes * 8 // BITS[kind]
+        self._buffer, self._layout = buffer, layout
+
+    @cached_property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """uint8 `[num_rows, data_bytes]`, a view."""
+        return self._buffer[:, : self._layout.data_bytes]
+
+    @cached_property
+    def scales(self) -> Tensor | None:  # type: ignore[override]
+        """uint8 `[num_rows, scale_bytes]`, a view."""
+        start = self._layout.scale_offset
+        return self._buffer[:, start : start + self._layout.scale_bytes] if self._layout.scale_bytes else None
+
+    @cached_property
+    def address(self) -> Address:
+        start, stride = self._buffer.data_ptr(), self._layout.row_bytes
+        if not self._layout.scale_bytes:
+            return start, stride, 0, 0
+        return start, stride, start + self._layout.scale_offset, stride
+
+    def __len__(self) -> int:
+        return self._buffer.shape[0]
+
+
+def _address_and_stride(tensor: Tensor) -> tuple[int, int]:
+    assert tensor.dim() == 2
+    assert tensor.numel() == 0 or tensor.shape[1] == 1 or tensor.stride(1) == 1
+    return tensor.data_ptr(), tensor.stride(0) * tensor.element_size()

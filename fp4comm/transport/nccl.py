@@ -141,8 +141,11 @@ class NCCLTransport(Transport):
         if not torch.cuda.is_current_stream_capturing():  # else nothing runs now
             self._watch(flight)
         try:
-            with torch.cuda.device(self.device):
+            if torch.cuda.current_device() == self.device.index:
                 self._group(messages)
+            else:
+                with torch.cuda.device(self.device):
+                    self._group(messages)
         except RuntimeError as error:  # CuPy's NcclError
             self._unusable = f"rank {self.rank}: {purpose} over NCCL failed: {error}"
             raise TransportError(self._unusable) from error
