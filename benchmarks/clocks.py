@@ -1,12 +1,14 @@
 """Clocks for intervals that all ranks enter together: of the host, and of a GPU.
 
-On a GPU a call is timed in two ways, both by events on each rank's device, with all devices idle and all ranks at the
-start together:
+On a GPU a call is timed in up to three ways, all by events on each rank's device, with all devices idle and all ranks at
+the start together:
 
 - "alone" is one call. The device waits for Python to come to each launch, as in a program that does nothing else.
 - The main figure is several calls in a row, enqueued while the device is still busy with a pause, divided by their
   number. That is what a call adds to a training step: there the host is ahead of the device, which has the work of
   earlier layers to do, and launches cost nothing. A call that makes the host wait has that wait in this figure, too.
+
+- "graph" is the same number of calls captured in a CUDA graph, where calls can be: nothing but the device's own time.
 
 "host" is the time after which a call alone returns to Python: where it is longer than the main figure, a program that
 does nothing else is bound by the host.
@@ -26,7 +28,7 @@ from .common import Times
 from .device import gpu_seconds
 from .ranks import Ranks
 
-HEAD_START_US = 3000.0  # what Python may lag behind in a series of calls
+HEAD_START_US = 8000.0  # what Python may lag behind in a series of calls
 Result = TypeVar("Result")
 Interval = Callable[[str], AbstractContextManager[None]]
 
@@ -38,7 +40,7 @@ class HostClock:
         self.ranks = ranks
         self.times: Times = {}
 
-    def call(self, name: str, function: Callable[[], Result]) -> Result:
+    def call(self, name: str, function: Callable[[], Result], in_graph: bool = False) -> Result:
         """Times one call."""
         with self._interval(name):
             return function()
@@ -75,8 +77,8 @@ class GpuClock:
         self._is_by_stage = False
         self._events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = defaultdict(list)
 
-    def call(self, name: str, function: Callable[[], Result]) -> Result:
-        """Times a call alone and in a row of calls; the result is that of the last."""
+    def call(self, name: str, function: Callable[[], Result], in_graph: bool = False) -> Result:
+        """Times a call in a graph, if that is possible, alone and in a row of calls; the result is that of the last."""
         results: list[Result] = []
 
         def once() -> None:
@@ -92,10 +94,24 @@ class GpuClock:
             for _ in range(self.num_calls):
                 once()
 
+        if in_graph and not self._is_by_stage and self.ranks.device.type == "cuda":
+            self.times[f"{name}.graph"] = self._graph_seconds(in_a_row) / self.num_calls
         if not self._is_by_stage:
             self.times[f"{name}.alone"] = gpu_seconds(alone, before=self.ranks.barrier)
         self.times[name] = gpu_seconds(in_a_row, HEAD_START_US, self.ranks.barrier) / self.num_calls
         return results[0]
+
+    def _graph_seconds(self, function: Callable[[], None]) -> float:
+        """Device time of a replay."""
+        function()  # what must not happen first in a capture, such as compiling
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            function()
+        gpu_seconds(graph.replay, before=self.ranks.barrier)
+        seconds = gpu_seconds(graph.replay, HEAD_START_US, self.ranks.barrier)
+        graph.reset()  # NCCL waits for living graphs when it is closed
+        return seconds
 
     @contextmanager
     def stages(self) -> Iterator[Interval]:

@@ -11,13 +11,13 @@ from .timing import NUM_CHECK_TOKENS, PER_CHOICE, STAGES, CaseTimes
 from .workload import Config
 
 LEGS = ("dispatch", "combine")
-HOW = ("alone", "host")  # further times of a call on a GPU
+HOW = ("graph", "alone", "host")  # further times of a call on a GPU
 COLUMNS = (
     *("wire", "B/row", "MB sent", "ms", "p95", "pack", "wire", "unpack", "raw"),
     *("logical", "remote", "bf16-eq", "x bf16", "dB"),
 )
 GPU_COLUMNS = (
-    *("wire", "MB sent", "us", "p95", "alone", "host", "pack", "wire", "unpack", "raw"),
+    *("wire", "MB sent", "us", "p95", "graph", "alone", "host", "pack", "wire", "unpack", "raw"),
     *("remote", "x bf16", "x choice", "dB"),
 )
 Record = dict[str, Any]
@@ -132,7 +132,7 @@ def gpu_leg_row(record: Record) -> list[str]:
         number(record["sent_bytes"] / 1e6),
         us(record["seconds"]),
         us(record["seconds"], "p95"),
-        *(us(record[f"{how}_seconds"]) for how in HOW),
+        *(us(record.get(f"{how}_seconds")) for how in HOW),
         *(us(record["stage_seconds"].get(stage)) for stage in STAGES),
         us(record["raw_seconds"]),
         number(record["remote_gbps"]),
@@ -209,6 +209,7 @@ NOTES = (
 )
 GPU_NOTES = (
     "us, p95: device time of a call in a row of calls, median and 95th percentile over rounds of the slowest rank's.",
+    "graph: of a call among as many in a CUDA graph, where the host has no part.",
     "alone: of a call on an idle device, with its launches from Python. host: until that call returns to Python.",
     "pack, wire, unpack: device time in rounds of their own; a wait for the other ranks counts as wire.",
     "raw: the bare transport with messages of the same sizes. dB: signal to noise, against no rounding, of the",

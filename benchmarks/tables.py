@@ -3,8 +3,8 @@
     python -m benchmarks.tables            # rewrites README.md and docs/*.md
     python -m benchmarks.tables --check    # says which are out of date, exit code 1 if any is
 
-A table is whatever lies between `<!-- table:NAME -->` and `<!-- /table -->`, each on a line of its own. NAME:2 takes only
-the first two configurations of a run.
+A table is whatever lies between `<!-- table:NAME -->` and `<!-- /table -->`, each on a line of its own. NAME:2 takes
+only the first two configurations of a run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def bandwidth_row(dispatch: Record, combine: Record) -> list[str]:
 
 def gpu_bandwidth_table(run: Record, records: Sequence[Record]) -> str:
     """Both legs by wire format, with their ratios to BF16 rows, one per rank and one per choice of an expert."""
-    leg_header = ["us", "alone us", "x bf16", "x choice"]
+    leg_header = ["us", "graph us", "alone us", "x bf16", "x choice"]
     header = ["wire", "MB sent", "dB", *(f"{leg} {column}" for leg in ("dispatch", "combine") for column in leg_header)]
     legs = [record for record in records if record["record"] == "leg"]
     tables = []
@@ -77,7 +77,8 @@ def gpu_bandwidth_table(run: Record, records: Sequence[Record]) -> str:
         )
     where = f"{run['ranks']} ranks, {run['gpu']} each, transport {run['transport']}"
     legend = (
-        f"Device time of a call among {run['calls']} in a row, and of one alone with its launches from Python.\n"
+        f"Device time of a call among {run['calls']} in a row, among as many in a CUDA graph, and of one alone with "
+        "its launches from Python.\n"
         "x bf16, x choice: how many times as fast as BF16 rows, one per rank (bf16) and one per choice (bf16/choice).\n"
     )
     return "\n".join(tables) + f"\n{legend}\n{gpu_provenance(run, where)}\n"
@@ -91,7 +92,8 @@ def gpu_bandwidth_row(dispatch: Record, combine: Record) -> list[str]:
         "exact" if dispatch["is_exact"] else number(dispatch["sqnr_db"]),
     ]
     for leg in (dispatch, combine):
-        cells += [number(1e6 * leg[key]["median"]) for key in ("seconds", "alone_seconds")]
+        times = (leg.get(key) for key in ("seconds", "graph_seconds", "alone_seconds"))
+        cells += [number(None if time is None else 1e6 * time["median"]) for time in times]
         cells += [number(leg["speedup_over_bf16"]), number(leg["speedup_over_per_choice"])]
     return cells
 

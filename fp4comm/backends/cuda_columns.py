@@ -150,7 +150,11 @@ class _Source:
         assert all(m >= 0 for m in group_sizes)
         assert num_rows == (len(src) if src_row is None else src_row.numel())
         assert src_row is None or (src_row.dtype == torch.int64 and src_row.is_contiguous())
-        groups = None if len(sizes) <= 1 else _table(tuple(sizes.tolist()), rows_per_tile, src.data.device, _stream(src.data.device))
+        groups = (
+            None
+            if len(sizes) <= 1
+            else _table(tuple(sizes.tolist()), rows_per_tile, src.data.device, _stream(src.data.device))
+        )
         scales = None if src.scales is None else _aligned(src.scales, 4 if src.kind == Kind.FP8 else 1)
         rows = Rows(src.kind, _aligned(src.data, 16), scales)
         return cls(rows, src_row, groups, len(sizes), num_rows, int(tiles.sum()))
