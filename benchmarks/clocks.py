@@ -1,6 +1,6 @@
 """Clocks for intervals that all ranks enter together: of the host, and of a GPU.
 
-On a GPU a call is timed in up to three ways, all by events on each rank's device, with all devices idle and all ranks at
+On a GPU a call is timed in up to three ways, by events on each rank's device, with all devices idle and all ranks at
 the start together:
 
 - "alone" is one call. The device waits for Python to come to each launch, as in a program that does nothing else.
