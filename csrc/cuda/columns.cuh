@@ -136,33 +136,105 @@ FP4COMM_RARE void write_ragged(uint8_t* to, bool by_words, uint4 bytes, int coun
     }
 }
 
-// The 16 bytes that this thread has of column after column, `stride` bytes apart; `rows` of them exist.
+// The first `count` of 16 bytes at a multiple of 16.
+__device__ inline void store_first(uint8_t* to, uint64_t low, uint64_t high, unsigned count) {
+    if (count & 8u) store(to, low);
+    uint64_t rest = count & 8u ? high : low;
+    unsigned at = count & 8u;
+    if (count & 4u) {
+        store(to + at, uint32_t(rest));
+        rest >>= 32;
+        at += 4;
+    }
+    if (count & 2u) {
+        store(to + at, uint16_t(rest));
+        rest >>= 16;
+        at += 2;
+    }
+    if (count & 1u) to[at] = uint8_t(rest);
+}
+
+// All but the first `skip` of 16 bytes at a multiple of 16.
+__device__ inline void store_last(uint8_t* to, uint64_t low, uint64_t high, unsigned skip) {
+    if (skip == 0)
+        return store(to, make_uint4(uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32)));
+    unsigned at = skip;
+    uint64_t rest = (at < 8 ? low : high) >> 8 * (at % 8);
+    if (at & 1u) {
+        to[at++] = uint8_t(rest);
+        rest = at == 8 ? high : rest >> 8;
+    }
+    if (at & 2u) {
+        store(to + at, uint16_t(rest));
+        at += 2;
+        rest = at == 8 ? high : rest >> 16;
+    }
+    if (at & 4u) {
+        store(to + at, uint32_t(rest));
+        at += 4;
+        rest = at == 8 ? high : rest >> 32;
+    }
+    if (at == 8) store(to + 8, high);
+}
+
+// The 16 bytes of each of the eight lanes that share a column, which begins anywhere: every lane writes 16 bytes at a
+// multiple of 16, some of its own and some of the lane before. What the first lane gets from the last one is the end of
+// the column. All lanes of the warp call together.
+FP4COMM_RARE void write_shifted(uint8_t* to, uint4 own, bool exists) {
+    const unsigned skip = unsigned(reinterpret_cast<uint64_t>(to) % 16);
+    const int lane = int(threadIdx.x) % kWarp;
+    const int before = (lane & ~7) | ((lane + 7) & 7);
+    uint32_t words[8] = {__shfl_sync(kAllLanes, own.x, before),
+                         __shfl_sync(kAllLanes, own.y, before),
+                         __shfl_sync(kAllLanes, own.z, before),
+                         __shfl_sync(kAllLanes, own.w, before),
+                         own.x,
+                         own.y,
+                         own.z,
+                         own.w};
+#pragma unroll
+    for (int i = 7; i >= 1; --i) words[i] = skip & 4u ? words[i - 1] : words[i];
+#pragma unroll
+    for (int i = 7; i >= 3; --i) words[i] = skip & 8u ? words[i - 2] : words[i];
+    uint32_t chunk[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) chunk[i] = __funnelshift_l(words[3 + i], words[4 + i], 8 * (skip % 4));
+    if (!exists) return;
+    uint8_t* const start = to - skip;
+    if (lane % 8 != 0) return store(start, make_uint4(chunk[0], chunk[1], chunk[2], chunk[3]));
+    const uint64_t low = uint64_t(chunk[1]) << 32 | chunk[0];
+    const uint64_t high = uint64_t(chunk[3]) << 32 | chunk[2];
+    store_last(start, low, high, skip);
+    store_first(start + kRowTile, low, high, skip);
+}
+
+// The 16 bytes that this thread has of column after column, `stride` bytes apart; `rows` of them exist. All lanes of a
+// warp write together, also those whose columns do not exist.
 class ColumnWriter {
   public:
     __device__ ColumnWriter(uint8_t* out, int64_t hidden, int64_t column, const ColumnTile& tile, const Place& place)
         : to_(out + tile.group_first * hidden + column * tile.group_size + tile.in_group + place.row(0)),
           stride_(tile.group_size) {
         const int64_t left = tile.rows_left() - place.row(0);
-        rows_ = left < 0 ? 0 : left < kRowsPerThread ? int(left) : kRowsPerThread;
+        rows_ = left < 0 || column >= hidden ? 0 : left < kRowsPerThread ? int(left) : kRowsPerThread;
         whole_ = stride_ % 16 == 0;
+        full_ = tile.rows_left() >= kRowTile;
     }
 
     // Four words for each of `kCount` columns from the `first` on.
     template <int kCount>
     __device__ void write(const uint32_t* words, int first = 0) {
-        if (rows_ == 0) return;
-        if (whole_) {
-#pragma unroll
-            for (int c = 0; c < kCount; ++c) {
-                store(to_ + (first + c) * stride_,
-                      make_uint4(words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]));
-            }
-            return;
-        }
 #pragma unroll
         for (int c = 0; c < kCount; ++c) {
             const uint4 bytes = make_uint4(words[4 * c], words[4 * c + 1], words[4 * c + 2], words[4 * c + 3]);
-            write_ragged(to_ + (first + c) * stride_, stride_ % 4 == 0, bytes, rows_);
+            uint8_t* const to = to_ + (first + c) * stride_;
+            if (whole_) {
+                if (rows_ != 0) store(to, bytes);
+            } else if (full_) {
+                write_shifted(to, bytes, rows_ != 0);
+            } else {
+                write_ragged(to, stride_ % 4 == 0, bytes, rows_);
+            }
         }
     }
 
@@ -171,6 +243,7 @@ class ColumnWriter {
     int64_t stride_;
     int rows_;
     bool whole_;
+    bool full_;  // the tile has all its rows
 };
 
 }  // namespace fp4comm

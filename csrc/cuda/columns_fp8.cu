@@ -153,7 +153,6 @@ extern "C" __global__ void __launch_bounds__(kColumnThreads, MIN_BLOCKS)
     const int byte = tile_byte(exponents, codes, shared.warp_largest);
     const int64_t scale_column = window + thread;
     if (scale_column < kHidden) out_scales[tile.index * kHidden + scale_column] = e8m0_value(uint32_t(byte));
-    if (!exists) return;
     scale_rows(exponents, byte, codes);
     turn(codes, ColumnWriter(out, kHidden, column, tile, place));
 }

@@ -261,10 +261,11 @@ extern "C" __global__ void __launch_bounds__(kColumnThreads, MIN_BLOCKS)
     uint32_t row_words[4];
     load_bytes(shared.raised[block], place, row_words);
     const uint32_t byte = tile_byte(shared.codes, place, row_words, block * kBlockSize / 2);
-    if (column >= kHidden) return;
     const float scale = pow2(byte);
-    store(out_scales + tile.index * kHidden + column + 2 * place.row_group,
-          make_uint2(float_bits(scale), float_bits(scale)));
+    if (column < kHidden) {
+        store(out_scales + tile.index * kHidden + column + 2 * place.row_group,
+              make_uint2(float_bits(scale), float_bits(scale)));
+    }
     write_columns(shared, place, row_words, byte, in_window / 2, ColumnWriter(out, kHidden, column, tile, place));
 }
 
