@@ -50,14 +50,14 @@ def begin_agreement(
 ) -> Callable[[], Tensor]:
     """`agree` in two parts: returns what waits for the result, so that a device can be given work meanwhile."""
     num_ranks = transport.num_ranks
-    values = torch.zeros(num_ranks, 1, dtype=torch.int64) if values is None else values
+    values = torch.zeros(num_ranks, 1, device="cpu", dtype=torch.int64) if values is None else values
     if num_ranks == 1:
         if error is not None:
             raise error
         return values.cpu
     statement = json.dumps({"operation": operation, **facts}, sort_keys=True, default=str)
     checksum = zlib.crc32(statement.encode())
-    header = torch.tensor([[error is not None, checksum]] * num_ranks, dtype=torch.int64)
+    header = torch.tensor([[error is not None, checksum]] * num_ranks, device="cpu", dtype=torch.int64)
     wait = transport.begin_all_to_all([header, values])
 
     def finish() -> Tensor:

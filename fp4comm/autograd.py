@@ -33,7 +33,7 @@ def unpack_dispatch(
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """What `Dispatch` computes, without a graph; arguments and results are its."""
     recv_x = None if dtype is None else exchange.received_rows(arrived, routing, dtype)
-    return recv_x, routing.weights_for_experts(), torch.zeros(())
+    return recv_x, routing.weights_for_experts(), torch.zeros((), device="cpu")
 
 
 def sum_combine(
@@ -121,4 +121,4 @@ class Combine(torch.autograd.Function):
             exchange.unpack("grad_dispatch", arrived, Rows.of(grad_y), routing, recv_topk_weights)
         if y is not None:
             grad_weights = exchange.dot("grad_dispatch", Rows.of(y), arrived, routing.source_rows)
-        return grad_y, grad_weights, torch.zeros(()), None, None
+        return grad_y, grad_weights, torch.zeros((), device="cpu"), None, None

@@ -352,7 +352,9 @@ class EPCommunicator:
         """
         is_on_host = self.device == torch.device("cpu") or (counts is not None and counts.device.type == "cpu")
         width = 2 if is_on_host else 2 + self.num_local_experts
-        return torch.zeros(self.num_ranks, width, dtype=torch.int64) if counts is None else counts[:, :width]
+        return (
+            torch.zeros(self.num_ranks, width, device="cpu", dtype=torch.int64) if counts is None else counts[:, :width]
+        )
 
     def _raise_invalid_experts(self, plan: SendPlan, is_own: bool) -> NoReturn:
         """All ranks know that `topk_idx` has numbers which are no experts on one of them."""
@@ -421,7 +423,9 @@ class EPCommunicator:
         weights = handle.topk_weights if apply_weights else None
         anchor = handle.anchor
         if any_gradient and not anchor.requires_grad:
-            anchor = torch.zeros((), requires_grad=True)  # backward is collective: a rank without rows takes part
+            anchor = torch.zeros(
+                (), device="cpu", requires_grad=True
+            )  # backward is collective: a rank without rows takes part
         inputs = (y, weights, anchor, self._exchange, handle.routing)
         combined_x: Tensor = Combine.apply(*inputs) if any_gradient else sum_combine(*inputs)
         return combined_x

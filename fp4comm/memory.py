@@ -87,7 +87,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str |
     for extent in shape:
         num_bytes *= extent
     if num_bytes < _LEAST_BYTES or torch.device(device or "cpu").type != "cpu":
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return torch.empty(tuple(shape), dtype=dtype, device=device or "cpu")
     return RECYCLER.take(num_bytes).view(dtype).view(tuple(shape))
 
 
@@ -95,5 +95,5 @@ def to_host(tensor: Tensor) -> Tensor:
     """A copy of a device's tensor in host memory, which is there once the current stream has come to this point."""
     if tensor.device.type == "cpu":
         return tensor
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy = torch.empty(tensor.shape, device="cpu", dtype=tensor.dtype, pin_memory=True)
     return copy.copy_(tensor, non_blocking=True)

@@ -10,8 +10,7 @@
 namespace fp4comm {
 
 // A block takes kRowTile rows of one group, in SPANS spans of columns side by side; each of its threads first looks
-// after one row of a span. A thread then turns kRowsPerThread rows, so that the 8 lanes that share columns write the
-// 128 bytes of a column together.
+// after one row of a span. A thread then turns kRowsPerThread rows.
 constexpr int kSpans = SPANS;
 constexpr int kColumnThreads = kRowTile * kSpans;
 constexpr int kRowsPerThread = 16;
@@ -177,9 +176,9 @@ __device__ inline void store_last(uint8_t* to, uint64_t low, uint64_t high, unsi
     if (at == 8) store(to + 8, high);
 }
 
-// The 16 bytes of each of the eight lanes that share a column, which begins anywhere: every lane writes 16 bytes at a
-// multiple of 16, some of its own and some of the lane before. What the first lane gets from the last one is the end of
-// the column. All lanes of the warp call together.
+// The 16 bytes of each of the eight lanes that share a tile's part of a column, which begins anywhere: every lane but
+// the first writes 16 bytes at a multiple of 16, some of its own and some of the lane before. The first writes the
+// beginning and, as it gets the bytes of the last one, the end. All lanes of the warp call together.
 FP4COMM_RARE void write_shifted(uint8_t* to, uint4 own, bool exists) {
     const unsigned skip = unsigned(reinterpret_cast<uint64_t>(to) % 16);
     const int lane = int(threadIdx.x) % kWarp;

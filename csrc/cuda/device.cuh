@@ -44,15 +44,6 @@ __device__ inline void store(void* address, T value) {
     *static_cast<T*>(address) = value;
 }
 
-template <typename T>
-__device__ inline void store_streaming(void* address, T value) {
-#if FP4COMM_SM
-    __stcs(static_cast<T*>(address), value);
-#else
-    *static_cast<T*>(address) = value;
-#endif
-}
-
 // Starts to copy 16 bytes to shared memory, past the registers; both addresses are multiples of 16.
 __device__ inline void copy_async16(void* shared, const void* global) {
 #if FP4COMM_SM >= 800

@@ -142,7 +142,7 @@ def dot_rows(
     num = next((m.numel() for m in (a_row, b_row) if m is not None), len(a))
     assert a.hidden == b.hidden
     assert all(m is None or m.numel() == num for m in (a_row, b_row))
-    out = torch.empty(num, dtype=torch.float32)
+    out = torch.empty(num, device="cpu", dtype=torch.float32)
     _cpu.dot_rows(_native(a), _native(b), num, a.hidden, _pointer(a_row), _pointer(b_row), out.data_ptr(), options)
     return out
 
@@ -164,7 +164,7 @@ def fp8_columns(src: Rows, src_row: Tensor | None, group_sizes: Sequence[int]) -
     """
     sizes = _group_sizes(src, src_row, group_sizes)
     data = empty((src.hidden * sum(group_sizes),), torch.uint8)
-    scales = torch.empty((sum(-(-m // ROW_TILE) for m in group_sizes), src.hidden), dtype=torch.float32)
+    scales = torch.empty((sum(-(-m // ROW_TILE) for m in group_sizes), src.hidden), device="cpu", dtype=torch.float32)
     bad = _cpu.fp8_columns(
         _native(src),
         src.hidden,
@@ -205,7 +205,7 @@ def mxfp4_columns(
     sizes = _group_sizes(src, src_row, group_sizes)
     num_blocks = src.hidden * sum(-(-m // BLOCK_SIZE) for m in group_sizes)
     packed = empty((num_blocks * BLOCK_SIZE // 2,), torch.uint8)
-    scales = torch.empty(num_blocks, dtype=torch.uint8)
+    scales = torch.empty(num_blocks, device="cpu", dtype=torch.uint8)
     _cpu.mxfp4_columns(
         _native(src),
         src.hidden,
@@ -280,10 +280,10 @@ def route(
     """
     assert rows_stride is None
     num_tokens, num_topk = topk_idx.shape
-    token_rows = torch.empty((num_tokens, num_ranks), dtype=torch.int64)
-    pair_tokens = torch.empty(num_tokens * min(num_topk, num_ranks), dtype=torch.int64)
+    token_rows = torch.empty((num_tokens, num_ranks), device="cpu", dtype=torch.int64)
+    pair_tokens = torch.empty(num_tokens * min(num_topk, num_ranks), device="cpu", dtype=torch.int64)
     pair_rows = torch.empty_like(pair_tokens)
-    rows_per_rank = torch.empty(num_ranks, dtype=torch.int64)
+    rows_per_rank = torch.empty(num_ranks, device="cpu", dtype=torch.int64)
     num_pairs = _cpu.route(
         *_index(topk_idx),
         num_tokens,
@@ -376,9 +376,9 @@ def _read_meta(
     """
     assert buffer.is_contiguous()
     num_rows = buffer.shape[0]
-    idx = torch.empty((num_rows, num_topk), dtype=torch.int32)
-    weights = torch.empty((num_rows, num_topk), dtype=torch.float32)
-    counts = torch.empty(num_local_experts, dtype=torch.int64)
+    idx = torch.empty((num_rows, num_topk), device="cpu", dtype=torch.int32)
+    weights = torch.empty((num_rows, num_topk), device="cpu", dtype=torch.float32)
+    counts = torch.empty(num_local_experts, device="cpu", dtype=torch.int64)
     bad = _cpu.read_meta(
         buffer.data_ptr(),
         layout,
@@ -414,9 +414,9 @@ def expert_layout(
     needed = sum(-(-count // alignment) * alignment for count in counts.tolist())
     num_rows = needed if num_rows is None else num_rows
     assert num_rows >= needed
-    row = torch.empty(num_rows, dtype=torch.int64)
-    slot_rows = torch.empty(idx.shape, dtype=torch.int64)
-    group_sizes = torch.empty(counts.numel(), dtype=torch.int64)
+    row = torch.empty(num_rows, device="cpu", dtype=torch.int64)
+    slot_rows = torch.empty(idx.shape, device="cpu", dtype=torch.int64)
+    group_sizes = torch.empty(counts.numel(), device="cpu", dtype=torch.int64)
     _cpu.expert_layout(
         _pointer(idx, torch.int32),
         *idx.shape,
@@ -453,4 +453,4 @@ def _index(topk_idx: Tensor) -> tuple[int, bool]:
 def _group_sizes(src: Rows, src_row: Tensor | None, group_sizes: Sequence[int]) -> Tensor:
     assert all(m >= 0 for m in group_sizes)
     assert sum(group_sizes) == (len(src) if src_row is None else src_row.numel())
-    return torch.tensor(group_sizes, dtype=torch.int64)
+    return torch.tensor(group_sizes, device="cpu", dtype=torch.int64)

@@ -6,8 +6,6 @@ float32 scales, which must be powers of two.
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -39,28 +37,17 @@ __all__ = [
 _INVALID_EXPERTS, _CORRUPT_ROWS = 1, 2
 
 
-@functools.cache
-def _status() -> Tensor:
-    """int32 `[1]` in host memory that kernels write to, what they found wrong; 0 = nothing."""
-    return torch.zeros(1, dtype=torch.int32, pin_memory=torch.cuda.is_available())
-
-
-@functools.cache
-def _status_words() -> NDArray[np.int32]:
-    """The same memory, quicker to read."""
-    words: NDArray[np.int32] = _status().numpy()
-    return words
+# Host memory that kernels write to, what they found wrong last; 0 = nothing. The array is quicker to read.
+_STATUS = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=torch.cuda.is_available())
+_STATUS_WORDS: NDArray[np.int32] = _STATUS.numpy()
 
 
 def raise_deferred() -> None:
     """See `fp4comm.backends.raise_deferred`."""
-    if _status.cache_info().currsize == 0:
-        return
-    words = _status_words()
-    status = int(words[0])
+    status = int(_STATUS_WORDS[0])
     if status == 0:
         return
-    words[0] = 0
+    _STATUS_WORDS[0] = 0
     if status == _INVALID_EXPERTS:
         raise InvalidArgument("topk_idx of an earlier dispatch had numbers that are no expert; they counted as -1")
     if status == _CORRUPT_ROWS:
@@ -84,7 +71,7 @@ def route(
     topk_idx: Tensor, num_experts: int, num_ranks: int, rows_stride: int | None = None
 ) -> tuple[Tensor, Tensor, None]:
     """See `cpu.route`. Entries that are no expert are counted in `counts`; with rows_stride they are reported later."""
-    status = None if rows_stride is None else _status().data_ptr()
+    status = None if rows_stride is None else _STATUS.data_ptr()
     return *cuda_route.route(topk_idx, num_experts, num_ranks, rows_stride, status), None
 
 
@@ -99,4 +86,4 @@ def read_routing(
     buffer = arrived.buffer
     source_rows = torch.empty(len(buffer), dtype=torch.int64, device=buffer.device) if mark_unused else None
     sizes = (arrived.layout, arrived.num_topk, num_local_experts, alignment, num_rows)
-    return *cuda_route.read_routing(buffer, *sizes, _status().data_ptr(), source_rows), source_rows
+    return *cuda_route.read_routing(buffer, *sizes, _STATUS.data_ptr(), source_rows), source_rows

@@ -1,7 +1,7 @@
 """Column-wise outputs on the device: row-wise MXFP4 or FP8, transposed group by group to one exponent per tile.
 
-The host knows the groups; where there are several, a table of them is copied to the device, which a graph cannot
-capture.
+The host knows the groups; where there are several, a table of them is copied to the device and kept for a while, so a
+graph must not capture that.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, NotAvailable
 from ..formats import BLOCK_SIZE, GROUP_SIZE, ROW_TILE, Kind
 from . import cuda_compile
 from .cpu import Options
@@ -150,6 +150,10 @@ class _Source:
         assert all(m >= 0 for m in group_sizes)
         assert num_rows == (len(src) if src_row is None else src_row.numel())
         assert src_row is None or (src_row.dtype == torch.int64 and src_row.is_contiguous())
+        if len(sizes) > 1 and src.data.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise NotAvailable(
+                "columns of several groups in a CUDA graph: the table of their sizes comes from the host"
+            )
         groups = (
             None
             if len(sizes) <= 1

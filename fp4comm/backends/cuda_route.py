@@ -12,6 +12,7 @@ _SHARED_EXPERTS = 8192  # counters of 4 bytes per expert that shared memory take
 _MAX_CHUNKS = 256  # every block adds up the counts of all chunks
 
 _ROUTE_THREADS = 256
+_MAX_RANKS = 1024  # 36 bytes of shared memory each
 _MIN_TOKENS_PER_CHUNK = 64
 _ROUTE_COUNTS = 1 << 16  # of ranks and chunks that every block reads
 _EXPERT_COUNTS = 1 << 23  # of experts and chunks, kept for the second launch
@@ -52,6 +53,7 @@ def route(
         "INDEX_BYTES": topk_idx.element_size(),
         "SHARED_EXPERTS": int(shared_experts),
     }
+    assert num_ranks <= _MAX_RANKS, f"{num_ranks} ranks need more than the shared memory of a block"
     words = num_ranks * (8 if num_ranks <= 256 else 2)
     table = torch.empty((num_ranks + 1 + num_experts, grid), dtype=torch.int32, device=topk_idx.device)
     token_rows = torch.empty((num_tokens, num_ranks), dtype=torch.int64, device=topk_idx.device)
@@ -109,6 +111,7 @@ def read_routing(
         0 for padding, float32 `[num_rows]`.
     """
     assert buffer.is_contiguous()
+    assert alignment is None or num_rows is not None
     device = buffer.device
     shape = (buffer.shape[0], num_topk)
     chunk = max(_MIN_ROWS_PER_CHUNK, _ceil_div(shape[0], min(_MAX_CHUNKS, max(16, _READ_COUNTS // num_local_experts))))

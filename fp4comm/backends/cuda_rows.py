@@ -64,6 +64,7 @@ def convert_rows(
     """See `cpu.convert_rows`."""
     if num_rows is None:
         num_rows = next((m.numel() for m in (src_row, dst_row) if m is not None), len(src))
+    assert all(m is None or m.numel() >= num_rows for m in (src_row, dst_row))
     assert src_row is not None or len(src) >= num_rows
     assert dst_row is not None or len(dst) >= num_rows
     src = _aligned(src)

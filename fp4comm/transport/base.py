@@ -105,9 +105,13 @@ class Transport(ABC):
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """What every rank passed as `data`, in rank order."""
-        sizes = self.all_to_all(torch.full((self.num_ranks, 1), len(data), dtype=torch.int64)).flatten().tolist()
-        own = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        received = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        sizes = (
+            self.all_to_all(torch.full((self.num_ranks, 1), len(data), device="cpu", dtype=torch.int64))
+            .flatten()
+            .tolist()
+        )
+        own = torch.from_numpy(np.frombuffer(bytearray(data), np.uint8))
+        received = [torch.empty(size, device="cpu", dtype=torch.uint8) for size in sizes]
         self.exchange([own] * self.num_ranks, received)
         return [part.numpy().tobytes() for part in received]
 

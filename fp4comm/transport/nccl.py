@@ -109,7 +109,7 @@ class NCCLTransport(Transport):
         atexit.register(self._closing.set)
         self._watcher: threading.Thread | None = None
         if num_ranks > 1:  # NCCL connects ranks at their first message: now, while all are here
-            self.all_to_all(torch.zeros(num_ranks, 1, dtype=torch.int64))
+            self.all_to_all(torch.zeros(num_ranks, 1, device="cpu", dtype=torch.int64))
 
     def send_buffer(self, shape: tuple[int, int], device: torch.device) -> Tensor:
         if self.num_ranks == 1 or device != self.device:
@@ -323,9 +323,11 @@ class _Numbers:
     def __init__(self, num_ranks: int, widths: Sequence[int], device: torch.device) -> None:
         sizes = [num_ranks * width for width in widths]
         self._on_device = torch.empty(sum(sizes), dtype=torch.int64, device=device)
-        self._on_host = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=True)
+        self._on_host = torch.empty(sum(sizes), device="cpu", dtype=torch.int64, pin_memory=True)
         self._outgoing = [torch.empty(num_ranks, width, dtype=torch.int64, device=device) for width in widths]
-        self._staged = [torch.empty(num_ranks, width, dtype=torch.int64, pin_memory=True) for width in widths]
+        self._staged = [
+            torch.empty(num_ranks, width, device="cpu", dtype=torch.int64, pin_memory=True) for width in widths
+        ]
         self.incoming = [part.view(num_ranks, -1) for part in self._on_device.split(sizes)]
         self.received = [part.view(num_ranks, -1) for part in self._on_host.split(sizes)]
 
