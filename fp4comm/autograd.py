@@ -24,22 +24,15 @@ from .routing import Routing
 
 
 def unpack_dispatch(
-    x: Tensor | None,
-    topk_weights: Tensor | None,
-    exchange: Exchange,
-    arrived: WireRows,
-    routing: Routing,
-    dtype: torch.dtype | None,
+    exchange: Exchange, arrived: WireRows, routing: Routing, dtype: torch.dtype | None
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """What `Dispatch` computes, without a graph; arguments and results are its."""
+    """What `Dispatch` computes, without a graph; arguments and results as there."""
     recv_x = None if dtype is None else exchange.received_rows(arrived, routing, dtype)
     return recv_x, routing.weights_for_experts(), torch.zeros((), device="cpu")
 
 
-def sum_combine(
-    y: Tensor, recv_topk_weights: Tensor | None, anchor: Tensor, exchange: Exchange, routing: Routing
-) -> Tensor:
-    """What `Combine` computes, without a graph; arguments and results are its."""
+def sum_combine(y: Tensor, recv_topk_weights: Tensor | None, exchange: Exchange, routing: Routing) -> Tensor:
+    """What `Combine` computes, without a graph; arguments and result as there."""
     combined_x = empty((routing.plan.num_tokens, exchange.hidden), y.dtype, y.device)
     exchange.to_tokens("combine", Rows.of(y), routing, combined_x, recv_topk_weights is not None)
     return combined_x
@@ -69,7 +62,7 @@ class Dispatch(torch.autograd.Function):
         ctx.exchange, ctx.routing = exchange, routing
         ctx.x_dtype = torch.float32 if x is None else x.dtype
         ctx.set_materialize_grads(False)
-        recv_x, recv_topk_weights, anchor = unpack_dispatch(x, topk_weights, exchange, arrived, routing, dtype)
+        recv_x, recv_topk_weights, anchor = unpack_dispatch(exchange, arrived, routing, dtype)
         needs_x, needs_weights, *_ = ctx.needs_input_grad
         constant = [recv_x] * (not needs_x and recv_x is not None) + [recv_topk_weights] * (not needs_weights)
         ctx.mark_non_differentiable(*constant)
@@ -102,7 +95,7 @@ class Combine(torch.autograd.Function):
         ctx: Any, y: Tensor, recv_topk_weights: Tensor | None, anchor: Tensor, exchange: Exchange, routing: Routing
     ) -> Tensor:
         is_weighted = recv_topk_weights is not None
-        combined_x = sum_combine(y, recv_topk_weights, anchor, exchange, routing)
+        combined_x = sum_combine(y, recv_topk_weights, exchange, routing)
         ctx.exchange, ctx.routing, ctx.y_dtype = exchange, routing, y.dtype
         # only the gradient of the weights needs y
         ctx.save_for_backward(y if is_weighted and ctx.needs_input_grad[1] else None, recv_topk_weights, anchor)

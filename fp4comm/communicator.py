@@ -380,12 +380,15 @@ class EPCommunicator:
         differentiable = None if isinstance(x, FP8Tensor) else x
         dtype = torch.bfloat16 if differentiable is None else differentiable.dtype
         dtype = out if isinstance(out, torch.dtype) else dtype
-        inputs = (differentiable, topk_weights, self._exchange, arrived, routing, None if out == "fp8" else dtype)
+        inputs = (self._exchange, arrived, routing, None if out == "fp8" else dtype)
         needs_graph = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in (differentiable, topk_weights)
         )
         recv_x: Any
-        recv_x, recv_topk_weights, anchor = Dispatch.apply(*inputs) if needs_graph else unpack_dispatch(*inputs)
+        if needs_graph:
+            recv_x, recv_topk_weights, anchor = Dispatch.apply(differentiable, topk_weights, *inputs)
+        else:
+            recv_x, recv_topk_weights, anchor = unpack_dispatch(*inputs)
         if out == "fp8":
             recv_x = FP8Tensor.empty(routing.num_rows, self.hidden, arrived.buffer.device)
             self._exchange.unpack("dispatch", arrived, recv_x._rows, routing)
@@ -426,8 +429,9 @@ class EPCommunicator:
             anchor = torch.zeros(
                 (), device="cpu", requires_grad=True
             )  # backward is collective: a rank without rows takes part
-        inputs = (y, weights, anchor, self._exchange, handle.routing)
-        combined_x: Tensor = Combine.apply(*inputs) if any_gradient else sum_combine(*inputs)
+        if not any_gradient:
+            return sum_combine(y, weights, self._exchange, handle.routing)
+        combined_x: Tensor = Combine.apply(y, weights, anchor, self._exchange, handle.routing)
         return combined_x
 
     def _agree(self, operation: str, facts: dict[str, object], error: Exception | None, flag: bool = False) -> bool:

@@ -80,14 +80,14 @@ RECYCLER = Recycler()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str | None = None) -> Tensor:
-    """`torch.empty`, on the CPU in recycled memory if it is large."""
-    if isinstance(device, torch.device) and device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
+    """`torch.empty` on a device, None = the CPU; there in recycled memory if it is large."""
+    if device is not None and torch.device(device).type != "cpu":
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
     num_bytes = dtype.itemsize
     for extent in shape:
         num_bytes *= extent
-    if num_bytes < _LEAST_BYTES or torch.device(device or "cpu").type != "cpu":
-        return torch.empty(tuple(shape), dtype=dtype, device=device or "cpu")
+    if num_bytes < _LEAST_BYTES:
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return RECYCLER.take(num_bytes).view(dtype).view(tuple(shape))
 
 

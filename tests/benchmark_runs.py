@@ -30,6 +30,6 @@ def run_main(module: Any, monkeypatch: pytest.MonkeyPatch, arguments: Sequence[o
 def run_on_two_ranks(launcher: str, arguments: Sequence[object], timeout: float = 90) -> tuple[int | None, str]:
     """Runs the bandwidth benchmark; its exit code and output."""
     if not have_launcher(launcher):
-        pytest.skip(launcher)
+        pytest.skip(f"no {launcher} on this machine")
     command = [*launch_command(launcher, 2), "-m", "benchmarks.bandwidth", *map(str, arguments)]
     return run_command(command, timeout=timeout)

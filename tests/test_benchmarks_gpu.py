@@ -226,7 +226,7 @@ def test_codec_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def test_bandwidth_on_gpus(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     if torch.cuda.device_count() < 2:
-        pytest.skip("one CUDA device")
+        pytest.skip("needs two GPUs")
     arguments = [*TINY, "--device", "cuda", "--tokens", 64, "--standard", "--json", path]
     code, output = run_on_two_ranks("torchrun", arguments, timeout=280)
     assert code == 0, output

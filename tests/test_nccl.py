@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,8 @@ def bytes_of(source: int, target: int, sizes: tuple[int, int], device: Any) -> t
     return (torch.arange(size) * 7 + 3 * source + 5 * target).to(torch.uint8).to(device)
 
 
-def rank_that_never_calls(group: Any) -> float:
+def time_without_rank_1(group: Any, calls: Callable[[fp4comm.EPCommunicator, Any, Any], None]) -> float:
+    """Seconds that rank 0 needs for `calls(comm, x, (idx, handle))`, which rank 1 does not make."""
     rank = on_own_gpu(group).Get_rank()
     with fp4comm.EPCommunicator(group, num_experts=4, hidden=64, transport="nccl", timeout_secs=2.0) as comm:
         x = torch.ones(8, 64, device=comm.device)
@@ -78,33 +80,32 @@ def rank_that_never_calls(group: Any) -> float:
         _, handle = comm.dispatch(x, idx)
         start = time.monotonic()
         if rank == 0:
-            with pytest.raises(TransportError, match="rank 0: agreement over NCCL took longer than 2 s; a rank ended"):
-                comm.dispatch(x, idx)
+            calls(comm, x, (idx, handle))
             with pytest.raises(ClosedError, match="can't be used"):
                 comm.dispatch(x, handle=handle)
         waited = time.monotonic() - start
         group.Barrier()
     return waited
+
+
+def rank_that_never_calls(group: Any) -> float:
+    def calls(comm: fp4comm.EPCommunicator, x: Any, routes: Any) -> None:
+        with pytest.raises(TransportError, match="rank 0: agreement over NCCL took longer than 2 s; a rank ended"):
+            comm.dispatch(x, routes[0])
+
+    return time_without_rank_1(group, calls)
 
 
 def rank_that_skips_a_call_nobody_waits_for(group: Any) -> float:
     """The stream of a rank that sent and received in vain is freed, and the next call says why."""
-    rank = on_own_gpu(group).Get_rank()
-    with fp4comm.EPCommunicator(group, num_experts=4, hidden=64, transport="nccl", timeout_secs=2.0) as comm:
-        x = torch.ones(8, 64, device=comm.device)
-        idx = torch.arange(4, device=comm.device).repeat(8, 1)
-        _, handle = comm.dispatch(x, idx)
-        start = time.monotonic()
-        if rank == 0:
-            comm.dispatch(x, handle=handle)
-            torch.cuda.synchronize()
-            with pytest.raises(TransportError, match="dispatch over NCCL took longer than 2 s"):
-                comm.dispatch(x, handle=handle)
-            with pytest.raises(ClosedError, match="can't be used"):
-                comm.dispatch(x, handle=handle)
-        waited = time.monotonic() - start
-        group.Barrier()
-    return waited
+
+    def calls(comm: fp4comm.EPCommunicator, x: Any, routes: Any) -> None:
+        comm.dispatch(x, handle=routes[1])
+        torch.cuda.synchronize()
+        with pytest.raises(TransportError, match="dispatch over NCCL took longer than 2 s"):
+            comm.dispatch(x, handle=routes[1])
+
+    return time_without_rank_1(group, calls)
 
 
 def wrong_argument_on_one_rank(group: Any) -> None:

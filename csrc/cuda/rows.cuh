@@ -1,5 +1,6 @@
 // Rows among warps. A row is cut into ROW_PARTS parts, each the work of one warp: an item. A warp goes through its part
-// in chunks of kUnroll steps, all of whose loads are issued before the first is used.
+// in chunks of kUnroll steps, all of whose loads are issued before the first is used. Where the parts don't divide
+// evenly (Parts::kExact) the last chunk may go into the next part, and two warps write the same bytes.
 #pragma once
 
 #include "rows_convert.cuh"

@@ -176,10 +176,6 @@ struct Converter<Kind::kFP8, Kind::kFP8E8M0, kFast> : Access<Kind::kFP8, Kind::k
 
 // ---- FP8 to MXFP4 ----
 
-constexpr uint32_t scale_increment() {
-    return M::kScaleMode == ScaleMode::kFloor ? 0 : M::kScaleMode == ScaleMode::kEven ? 0x200000u : 0x3fffffu;
-}
-
 // By FP16 pairs, where E4M3 codes are exact. Rare: scales that are no power of two, or so far out that scale bytes or
 // numbers leave their range; NaN.
 template <Kind kFrom>
@@ -197,7 +193,7 @@ struct FP8ToMXFP4 : Access<kFrom, Kind::kMXFP4, 16> {
         }
         const uint32_t amax = max_over_lanes<2>(max(both & 0xffffu, both >> 16));
         // The block's scale is 2^(exponent - 17) times the group's; 6 <= exponent <= 24 unless all is zero.
-        const uint32_t exponent = (amax + (scale_increment() >> 13)) >> 10;
+        const uint32_t exponent = (amax + (scale_mode_increment(M::kScaleMode) >> 13)) >> 10;
         const float factor = float_from_bits((130 - exponent) << 23);  // 2^-14 over the scale
         const uint32_t factors = f16x2_from_floats(factor, factor);
 #pragma unroll
@@ -231,7 +227,7 @@ struct Converter<Kind::kBF16, Kind::kMXFP4, true> : Access<Kind::kBF16, Kind::kM
 #pragma unroll
         for (int i = 0; i < 4; ++i) both = max_u16x2(both, in.data.word[i] & 0x7fff7fffu);
         const uint32_t amax = max_over_lanes<4>(max(both & 0xffffu, both >> 16));
-        const uint32_t exponent = (amax + (scale_increment() >> 16)) >> 7;
+        const uint32_t exponent = (amax + (scale_mode_increment(M::kScaleMode) >> 16)) >> 7;
         Out out;
         out.scale = exponent > 2 ? exponent - 2 : 0;
         const bool rare = out.scale > 239;

@@ -1,8 +1,9 @@
 // Rows of a send buffer from tokens: token t is converted once and written to row token_rows[t, r] for every r where
 // that is not -1, with what the receiver must know of its choices. Macros beside those of rows_convert.cuh:
 //   NUM_TARGETS  ranks
-//   META         1: weights and experts are written, NUM_TOPK of each per row; topk_idx is int64 where IDX64 is 1
-//   CAPACITY     1: rank r owns rows_stride rows; of those beyond rows_per_rank[r] the weights become 0, the experts -1
+//   META         1: weights and experts are written, NUM_TOPK of each per row; INDEX_BYTES (4 or 8) of an entry of
+//   topk_idx CAPACITY     1: rank r owns rows_stride rows; of those beyond rows_per_rank[r] the weights become 0, the
+//   experts -1
 #include "rows.cuh"
 
 using namespace fp4comm;
@@ -31,7 +32,7 @@ struct Choices {
     int64_t experts_per_rank;
 
     __device__ int64_t expert(int64_t i) const {
-#if IDX64
+#if INDEX_BYTES == 8
         return static_cast<const int64_t*>(topk_idx)[i];
 #else
         return static_cast<const int32_t*>(topk_idx)[i];

@@ -91,7 +91,7 @@ def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEF
     num_items = num_tokens * constants["ROW_PARTS"]
     choices: tuple[int, ...] = (0,) * 8
     if meta is None or meta.topk_idx.shape[1] == 0:
-        constants |= {"META": 0, "NUM_TOPK": 0, "IDX64": 0, "CAPACITY": 0}
+        constants |= {"META": 0, "NUM_TOPK": 0, "INDEX_BYTES": 0, "CAPACITY": 0}
     else:
         topk_idx = meta.topk_idx.contiguous()
         weights = None if meta.weights is None else meta.weights.contiguous()
@@ -102,7 +102,7 @@ def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEF
         constants |= {
             "META": 1,
             "NUM_TOPK": topk_idx.shape[1],
-            "IDX64": int(topk_idx.dtype == torch.int64),
+            "INDEX_BYTES": topk_idx.element_size(),
             "CAPACITY": int(capacity > 0),
         }
         choices = (
@@ -127,18 +127,7 @@ def expand_rows(
     weights: Tensor | None = None,
     options: Options = _DEFAULT,
 ) -> None:
-    """`out[i] = convert(weights[i] * src[source_rows[i]])`, rows of zeros where that is -1, in one launch.
-
-    Args:
-        src: received rows.
-        out: as many rows as source_rows.
-        source_rows: int64; None = the identity.
-        slot_rows: int64 `[len(src), num_slots]`, the rows of `out` that each row of `src` goes to, or -1: what
-            source_rows says, from the other side. With it each row of `src` is read once.
-        weights: float32, one for each row of `out`, only with source_rows; None = no product. With weights the result
-            is that of `sum_rows` with one term, to the sign of zero.
-        options: of the encoding into `out`.
-    """
+    """See `cpu.expand_rows`. One launch; with slot_rows each row of `src` is read and converted once."""
     assert source_rows is not None or weights is None
     if source_rows is None or slot_rows is None:
         if weights is None or source_rows is None:

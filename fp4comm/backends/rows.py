@@ -64,6 +64,7 @@ class BufferRows(Rows):
         self.hidden = layout.data_bytes * 8 // BITS[kind]
         self._buffer, self._layout = buffer, layout
 
+    # Attributes there, made at first use here: the same to who reads them, but not to mypy.
     @cached_property
     def data(self) -> Tensor:  # type: ignore[override]
         """uint8 `[num_rows, data_bytes]`, a view."""

@@ -21,7 +21,7 @@ FP4COMM_HD inline float e8m0_value(uint32_t byte) {
 }
 
 // What is added to the bits of amax before they are cut to the exponent.
-FP4COMM_HD inline uint32_t scale_mode_increment(ScaleMode mode) {
+FP4COMM_HD constexpr uint32_t scale_mode_increment(ScaleMode mode) {
     return mode == ScaleMode::kFloor ? 0 : mode == ScaleMode::kEven ? 0x200000u : 0x3fffffu;
 }
 
