@@ -62,9 +62,10 @@ def begin_agreement(
 
     def finish() -> Tensor:
         theirs = wait()
-        if bool(theirs[:, 0].any()) or not bool((theirs[:, 1] == checksum).all()):
+        table = theirs.numpy()  # NumPy is quicker with a few numbers
+        if table[:, 0].any() or (table[:, 1] != checksum).any():
             _raise_together(transport, statement, error)
-        return theirs[:, 2:].contiguous()
+        return theirs[:, 2:]
 
     return finish
 

@@ -180,9 +180,16 @@ struct Converter<Kind::kFP8, Kind::kFP8E8M0, kFast> : Access<Kind::kFP8, Kind::k
 // numbers leave their range; NaN.
 template <Kind kFrom>
 struct FP8ToMXFP4 : Access<kFrom, Kind::kMXFP4, 16> {
+    using In = Piece<kFrom, 16>;
     using Out = Piece<Kind::kMXFP4, 16>;
 
-    static __device__ Out convert(const Piece<kFrom, 16>& in, const Encoding&, int64_t, uint32_t) {
+    static __device__ In load(ConstRow at, int step, uint32_t col, bool inside) {
+        In in = Access<kFrom, Kind::kMXFP4, 16>::load(at, step, col, inside);
+        if (!inside) in.scale = kFrom == Kind::kFP8 ? float_bits(1.0f) : 127;  // an ordinary one: none would be rare
+        return in;
+    }
+
+    static __device__ Out convert(const In& in, const Encoding&, int64_t, uint32_t) {
         const uint32_t group = kFrom == Kind::kFP8 ? in.scale >> 23 : in.scale;
         uint32_t pairs[8];
         uint32_t both = 0;
@@ -203,7 +210,7 @@ struct FP8ToMXFP4 : Access<kFrom, Kind::kMXFP4, 16> {
         out.data.word[1] = e2m1x8_from_f16<M::kSaturate>(pairs + 4);
         out.scale = amax == 0 ? 0 : exponent + group - 17;
         const bool odd_scale = kFrom == Kind::kFP8 && (in.scale & 0x7fffffu) != 0;
-        const bool rare = amax >= 0x7c00u || odd_scale || group > 246 || (group < 12 && amax != 0);
+        const bool rare = amax >= 0x7c00u || odd_scale || group - 12 > 246 - 12;
         if (__any_sync(kAllLanes, rare)) {
             const Out other = convert_rare<kFrom, Kind::kMXFP4, 16>(in);
             if (rare) out = other;
