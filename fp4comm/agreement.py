@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -38,7 +38,8 @@ def agree(
         InvalidArgument: on all ranks alike: a rank had one, or the facts or operations differ.
         TransportError: on all ranks alike: a rank had another error; that rank raises its own.
     """
-    return begin_agreement(transport, operation, facts, error, values)()
+    values = torch.zeros(transport.num_ranks, 1, device="cpu", dtype=torch.int64) if values is None else values
+    return begin_agreement(transport, operation, facts, error, [values])()
 
 
 def begin_agreement(
@@ -46,19 +47,21 @@ def begin_agreement(
     operation: str,
     facts: Mapping[str, object],
     error: Exception | None = None,
-    values: Tensor | None = None,
+    values: Sequence[Tensor] = (),
 ) -> Callable[[], Tensor]:
-    """`agree` in two parts: returns what waits for the result, so that a device can be given work meanwhile."""
+    """`agree` in two parts: returns what waits for the result, so that a device can be given work meanwhile.
+
+    `values` may be several tensors, whose rows are put side by side.
+    """
     num_ranks = transport.num_ranks
-    values = torch.zeros(num_ranks, 1, device="cpu", dtype=torch.int64) if values is None else values
     if num_ranks == 1:
         if error is not None:
             raise error
-        return values.cpu
+        return lambda: torch.cat([part.cpu() for part in values], dim=1)
     statement = json.dumps({"operation": operation, **facts}, sort_keys=True, default=str)
     checksum = zlib.crc32(statement.encode())
     header = torch.tensor([[error is not None, checksum]] * num_ranks, device="cpu", dtype=torch.int64)
-    wait = transport.begin_all_to_all([header, values])
+    wait = transport.begin_all_to_all([header, *values])
 
     def finish() -> Tensor:
         theirs = wait()

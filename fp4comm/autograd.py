@@ -106,7 +106,7 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         exchange, routing = ctx.exchange, ctx.routing
         y, recv_topk_weights, _ = ctx.saved_tensors
-        send = exchange.pack("grad_dispatch", Rows.of(grad_out), routing.plan)
+        send = exchange.pack("grad_dispatch", Rows.of(grad_out), routing.plan, routing.sizes)
         arrived = exchange.to_experts("grad_dispatch", send, routing.sizes)
         grad_y = grad_weights = None
         if ctx.needs_input_grad[0]:

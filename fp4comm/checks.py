@@ -59,6 +59,12 @@ def check_sizes(
     require(_is_count(seed, 0) and seed < 2**64, "seed", repr(seed), "an integer from 0 to 2**64 - 1")
 
 
+def check_resources(num_sms: int | None, max_buffer_bytes: int) -> None:
+    """Checks what a communicator may take of a device."""
+    require(num_sms is None or _is_count(num_sms, 1), "num_sms", repr(num_sms), "a positive integer or None")
+    require(_is_count(max_buffer_bytes, 1), "max_buffer_bytes", repr(max_buffer_bytes), "a positive integer")
+
+
 def check_dispatch(
     comm: EPCommunicator,
     x: Tensor | FP8Tensor,

@@ -23,7 +23,7 @@ from .formats import Kind
 from .memory import to_host
 from .precision import Precision
 from .routing import NewRoutes, Routing, SendPlan, Sizes, plan_send
-from .transport import make_transport
+from .transport import MAX_BUFFER_BYTES, make_transport
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -91,14 +91,17 @@ class Received:
 
     @property
     def payload(self) -> MXFP4Tensor:
-        """The received rows as they came over the wire, one per received token: `[num_recv_tokens, hidden]`, no copy.
+        """The received rows as they came over the wire, one per received token: `[num_recv_tokens, hidden]`.
+
+        No copy but with transport "peer", where they must be asked for before the memory is needed again: before the
+        next dispatch, and before a backward pass.
 
         What to keep for backward, with `source_rows` and `num_rows_per_expert`; see `MXFP4Tensor.to_fp8_columns`.
 
         Raises:
             InvalidArgument: the dispatch leg is not mxfp4.
         """
-        rows = self._arrived.rows
+        rows = self._arrived.kept.rows
         if rows.kind != Kind.MXFP4 or rows.scales is None:
             raise InvalidArgument(f"payload: the wire of dispatch is {rows.kind.name}; accepted: MXFP4")
         return MXFP4Tensor(rows.data, rows.scales)
@@ -109,7 +112,7 @@ class Received:
         Raises:
             InvalidArgument: the layout is not "expert", or the wire is not mxfp4 or fp8.
         """
-        rows = self._arrived.rows
+        rows = self._arrived.kept.rows
         if self._routing.experts is None:
             raise InvalidArgument("to_fp8_columns: the layout is 'rank'; accepted: 'expert'")
         if rows.kind not in (Kind.MXFP4, Kind.FP8_E8M0):
@@ -145,13 +148,17 @@ class EPCommunicator:
         num_max_tokens_per_rank: at most so many tokens per rank and dispatch; results then have a fixed shape, and on a
             GPU the host never waits for the device, so that calls can be captured in a CUDA graph. All messages then
             have the size of that many rows. None = as many rows as arrive.
-        transport: "auto", "loopback", "mpi", "process_group" or "nccl". "auto" takes NCCL where every rank has a GPU.
+        transport: "auto", "loopback", "mpi", "process_group", "nccl" or "peer". Where every rank has a GPU, "auto"
+            takes "peer" if all are on one machine and can map each other's memory, else "nccl".
         check_inputs: compare the arguments of every call over the ranks before anything is sent, so that a bad one
             raises the same error on all of them. Costs an exchange of a few bytes per call, for which the host waits; a
             dispatch with new routing and without `num_max_tokens_per_rank` has that exchange in any case. Without
             it, all ranks or none must need gradients of y or of the dispatch. None = only where rows are on the CPU.
         seed: of stochastic rounding and of the Hadamard transform; equal on all ranks.
-        timeout_secs: how long to wait for a rank before `TransportError`.
+        timeout_secs: how long to wait for a rank before `TransportError`. None = 300, with "peer" 60.
+        num_sms: multiprocessors that a GPU's packing and unpacking may take, for work that runs beside it. None = all.
+        max_buffer_bytes: with "peer": at most so many bytes of a GPU for the rows that arrive, in two slots that grow
+            to what is needed; an exchange that needs more raises `InvalidArgument` on all ranks.
 
     Raises:
         InvalidArgument: on all ranks: an argument is wrong on one of them or differs between them. Only a wrong group,
@@ -171,9 +178,11 @@ class EPCommunicator:
         transport: str = "auto",
         check_inputs: bool | None = None,
         seed: int = 0,
-        timeout_secs: float = 300.0,
+        timeout_secs: float | None = None,
+        num_sms: int | None = None,
+        max_buffer_bytes: int = MAX_BUFFER_BYTES,
     ) -> None:
-        self._transport = make_transport(group, transport, timeout_secs)
+        self._transport = make_transport(group, transport, timeout_secs, max_buffer_bytes)
         self._owns_transport = self._transport is not group
         self.num_experts, self.hidden = num_experts, hidden
         is_on_gpu = self.device is not None and self.device.type == "cuda"
@@ -185,16 +194,17 @@ class EPCommunicator:
         try:
             self.precision = Precision.of(precision)
             checks.check_sizes(num_experts, hidden, expert_alignment, num_max_tokens_per_rank, seed, self.num_ranks)
+            checks.check_resources(num_sms, max_buffer_bytes)
         except InvalidArgument as raised:
             error = raised
         try:
-            agree(self._transport, "EPCommunicator", self._facts(seed), error)
+            agree(self._transport, "EPCommunicator", self._facts(seed, max_buffer_bytes), error)
         except BaseException:
             self.close()
             raise
-        self._exchange = Exchange(self._transport, hidden, num_experts, self.precision, seed)
+        self._exchange = Exchange(self._transport, hidden, num_experts, self.precision, seed, num_sms)
 
-    def _facts(self, seed: int) -> dict[str, object]:
+    def _facts(self, seed: int, max_buffer_bytes: int) -> dict[str, object]:
         from . import __version__
 
         return {
@@ -206,6 +216,7 @@ class EPCommunicator:
             "num_max_tokens_per_rank": self.num_max_tokens_per_rank,
             "check_inputs": self.check_inputs,
             "seed": seed,
+            "max_buffer_bytes": max_buffer_bytes,
         }
 
     @property
@@ -296,18 +307,20 @@ class EPCommunicator:
             error = raised
         if handle is not None:
             self._agree("dispatch", facts, error)
-            send = self._exchange.pack("dispatch", _rows_of(x), handle.routing.plan)
+            send = self._exchange.pack("dispatch", _rows_of(x), handle.routing.plan, handle.routing.sizes)
             arrived = self._exchange.to_experts("dispatch", send, handle.routing.sizes)
             return self._unpack(x, topk_weights, arrived, handle.routing, out)
         know_sizes = self._begin_sizes(plan, facts, error)
-        if plan is not None:  # packed while the sizes are on their way
+        sizes = know_sizes() if self._transport.has_windows else None
+        if plan is not None:  # packed while the sizes are on their way, unless it is they that say where to
             try:
                 weights = None if topk_weights is None else topk_weights.contiguous()
-                send = self._exchange.pack("dispatch", _rows_of(x), plan, weights, with_routing=True)
+                send = self._exchange.pack("dispatch", _rows_of(x), plan, sizes, weights, with_routing=True)
             except BaseException:
-                know_sizes()  # its memory is in use until then
+                if sizes is None:
+                    know_sizes()  # its memory is in use until then
                 raise
-        sizes = know_sizes()
+        sizes = sizes or know_sizes()
         assert plan is not None, "an error has been raised"
         arrived = self._exchange.to_experts("dispatch", send, sizes)
         routing = self._exchange.read_routing(arrived, NewRoutes(plan, sizes, layout or "expert"))
@@ -323,24 +336,29 @@ class EPCommunicator:
             raise error
         is_fixed = plan is not None and plan.rows_stride is not None
         if is_fixed and (self.num_ranks == 1 or not compares):
-            rows = (capacity or 0,) * self.num_ranks
-            return lambda: Sizes(rows, rows, capacity, alignment, None)
+            return lambda: Sizes.of_capacity(capacity or 0, self.num_ranks, alignment)
         counts = None if plan is None else plan.counts
-        own_counts = None if counts is None else to_host(counts)
-        finish = begin_agreement(self._transport, "dispatch", facts, error, self._numbers(counts))
+        numbers = [self._numbers(counts)]
+        if self._transport.has_windows:  # every rank must know the rows of all
+            numbers.append(numbers[0][:, 1].expand(self.num_ranks, -1))
+        own_counts = None if counts is None or len(numbers) > 1 else to_host(counts)
+        finish = begin_agreement(self._transport, "dispatch", facts, error, numbers)
 
         def know() -> Sizes:
             theirs = finish().numpy()  # NumPy is quicker with a few numbers
             assert plan is not None, "an error has been raised"
-            assert own_counts is not None
             if theirs[:, 0].any():
                 self._raise_invalid_experts(plan, bool(theirs[self.rank, 0]))
             if is_fixed:
-                rows = (capacity or 0,) * self.num_ranks
-                return Sizes(rows, rows, capacity, alignment, None)
-            rows_to_rank, rows_from_rank = tuple(own_counts.numpy()[:, 1].tolist()), tuple(theirs[:, 1].tolist())
-            per_expert = tuple(theirs[:, 2:].sum(0).tolist()) if theirs.shape[1] > 2 else None
-            return Sizes(rows_to_rank, rows_from_rank, capacity, alignment, per_expert)
+                return Sizes.of_capacity(capacity or 0, self.num_ranks, alignment)
+            rows_from_rank = tuple(theirs[:, 1].tolist())
+            width = numbers[0].shape[1]
+            per_expert = tuple(theirs[:, 2:width].sum(0).tolist()) if width > 2 else None
+            if own_counts is not None:
+                rows_to_rank = tuple(own_counts.numpy()[:, 1].tolist())
+                return Sizes(rows_to_rank, rows_from_rank, capacity, alignment, per_expert)
+            rows_of_all = tuple(map(tuple, theirs[:, width:].tolist()))
+            return Sizes(rows_of_all[self.rank], rows_from_rank, capacity, alignment, per_expert, rows_of_all)
 
         return know
 
@@ -471,7 +489,7 @@ class EPCommunicator:
     def __repr__(self) -> str:
         legs = ", ".join(f"{name}={leg['wire']}" for name, leg in self.precision.legs().items())
         return (
-            f"EPCommunicator(rank {self.rank} of {self.num_ranks} over {self.transport}, "
+            f"EPCommunicator(rank {self.rank} of {self.num_ranks} over {self._transport.describe()}, "
             f"num_experts={self.num_experts}, hidden={self.hidden}, {legs})"
         )
 

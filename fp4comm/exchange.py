@@ -3,6 +3,7 @@
 No autograd and no checks of user input here; `autograd.py` and `communicator.py` stand on this. Both movements have
 three stages, which a `stage` hook can time: `pack` (gather or local sum, fused with quantization, into wire rows),
 `wire` (one byte message per pair of ranks) and `unpack` (expansion fused with reordering or with the sum over ranks).
+Where the transport has windows, `pack` writes to the memory of the other ranks and `wire` is the wait for theirs.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import BufferRows, Rows, backend_for
+from .backends import BufferRows, PeerRows, Rows, backend_for
+from .errors import InvalidArgument
 from .formats import Kind
 from .memory import empty
 from .precision import Leg, Precision
 from .routing import ExpertLayout, NewRoutes, Routing, SendPlan, Sizes
 from .transport import Transport
+from .transport.base import Window
 
 StageHook = Callable[[str], AbstractContextManager[None]]
 
@@ -36,17 +39,41 @@ class WireRows:
         kind: what the data are.
         layout: offsets and sizes, a `RowLayout` of `csrc/include/fp4comm/wire.h`.
         num_topk: slots of routing metadata per row, 0 if the rows carry none.
+        num_sms: multiprocessors that reading or writing them may take, None = all.
+        window: where they are written to, if that is on other ranks; `buffer` then is what arrives at this one.
+        lease: whether the buffer still holds them; None = for ever.
     """
 
     buffer: Tensor
     kind: Kind
     layout: Any
     num_topk: int
+    num_sms: int | None = None
+    window: Window | None = None
+    lease: Callable[[], bool] | None = None
 
     @cached_property
     def rows(self) -> Rows:
         """Data and scales."""
-        return BufferRows(self.kind, self.buffer, self.layout)
+        if self.window is not None:
+            return PeerRows(self.kind, self.window.num_rows, self.layout, self.window.table, self.num_sms)
+        return BufferRows(self.kind, self.buffer, self.layout, self.num_sms)
+
+    @cached_property
+    def kept(self) -> WireRows:
+        """The same in memory that nobody writes to.
+
+        Raises:
+            InvalidArgument: it is too late for that.
+        """
+        if self.lease is None:
+            return self
+        if not self.lease():
+            raise InvalidArgument(
+                "payload: its memory has been used again since; accepted with transport 'peer': before the next dispatch "
+                "and before the backward pass"
+            )
+        return replace(self, buffer=self.buffer.clone(), lease=None)
 
     def is_plain(self, dtype: torch.dtype) -> bool:
         """Whether the rows are nothing but numbers of that dtype, one after the other."""
@@ -68,8 +95,17 @@ class Exchange:
         stage: called with "dispatch.pack", "dispatch.wire", ... around each stage; None = not at all.
     """
 
-    def __init__(self, transport: Transport, hidden: int, num_experts: int, precision: Precision, seed: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        hidden: int,
+        num_experts: int,
+        precision: Precision,
+        seed: int,
+        num_sms: int | None = None,
+    ) -> None:
         self.transport = transport
+        self.num_sms = num_sms
         self.hidden = hidden
         self.num_experts = num_experts
         self.num_local_experts = num_experts // transport.num_ranks
@@ -80,7 +116,13 @@ class Exchange:
         self._calls = 0
 
     def pack(
-        self, leg_name: str, x: Rows, plan: SendPlan, weights: Tensor | None = None, with_routing: bool = False
+        self,
+        leg_name: str,
+        x: Rows,
+        plan: SendPlan,
+        sizes: Sizes | None,
+        weights: Tensor | None = None,
+        with_routing: bool = False,
     ) -> WireRows:
         """Makes the rows that this rank sends.
 
@@ -88,12 +130,18 @@ class Exchange:
             leg_name: "dispatch" or "grad_dispatch".
             x: `[num_tokens, hidden]` rows of any kind.
             plan: which rows go where.
+            sizes: of the messages; may be None where the transport has no windows.
             weights: `[num_tokens, num_topk]` float32, to travel with the routing; None = 1.
             with_routing: whether rows carry the experts and weights of their slots.
         """
         backend = backend_for(x.data)
         with self._stage(leg_name, "pack"):
-            send = self._wire_rows(leg_name, plan.max_rows, plan.num_topk if with_routing else 0, x.data.device, True)
+            num_topk = plan.num_topk if with_routing else 0
+            if self.transport.has_windows:
+                assert sizes is not None
+                send = self._window_rows(leg_name, sizes.rows_of_all, num_topk)
+            else:
+                send = self._wire_rows(leg_name, plan.max_rows, num_topk, x.data.device, True)
             backend.pack_tokens(x, send, plan, weights, self.num_experts, self._options(leg_name))
             return send
 
@@ -104,6 +152,8 @@ class Exchange:
             The received rows, ordered by source rank, then token.
         """
         with self._stage(leg_name, "wire"):
+            if send.window is not None:
+                return self._arrived(send)
             if self.transport.num_ranks == 1 and len(send.buffer) >= sizes.num_recv_rows:
                 return replace(send, buffer=send.buffer[: sizes.num_recv_rows])
             received = self._wire_rows(leg_name, sizes.num_recv_rows, send.num_topk, send.buffer.device)
@@ -149,7 +199,7 @@ class Exchange:
     def received_rows(self, arrived: WireRows, routing: Routing, dtype: torch.dtype) -> Tensor:
         """The rows that experts see, as a tensor `[routing.num_rows, hidden]`; received memory itself if it will do."""
         shape = (routing.num_rows, self.hidden)
-        if routing.source_rows is None and arrived.is_plain(dtype):
+        if routing.source_rows is None and arrived.is_plain(dtype) and arrived.lease is None:
             memory = arrived.buffer.view(dtype)  # not as a view, which autograd would guard against changes
             recv_x = torch.empty(0, dtype=dtype, device=memory.device)
             recv_x.set_(memory.untyped_storage(), memory.storage_offset(), shape, (self.hidden, 1))
@@ -185,7 +235,9 @@ class Exchange:
             send = self._pack_results(leg_name, y, routing, is_weighted, slot_values)
         with self._stage(leg_name, "wire"):
             back = send
-            if self.transport.num_ranks > 1:
+            if send.window is not None:
+                back = self._arrived(send)
+            elif self.transport.num_ranks > 1:
                 back = self._wire_rows(leg_name, plan.max_rows, send.num_topk, y.data.device)
                 self._travel(leg_name, _places(send.buffer, sizes), _split(back.buffer, sizes.rows_to_rank))
         with self._stage(leg_name, "unpack"):
@@ -196,22 +248,35 @@ class Exchange:
     def _pack_results(
         self, leg_name: str, y: Rows, routing: Routing, is_weighted: bool, slot_values: Tensor | None
     ) -> WireRows:
-        backend, kind = backend_for(y.data), self._leg(leg_name).kind
-        if slot_values is None and routing.slot_rows is None and y.kind == kind and y.scales is None:
+        backend, kind, has_windows = backend_for(y.data), self._leg(leg_name).kind, self.transport.has_windows
+        if (
+            not has_windows
+            and slot_values is None
+            and routing.slot_rows is None
+            and y.kind == kind
+            and y.scales is None
+        ):
             layout = _layout(kind, self.hidden, 0)
             as_bytes = y.data.view(torch.uint8) if y.data.is_contiguous() else None
             if as_bytes is not None and as_bytes.shape[1] == layout.row_bytes:  # they are wire rows already
-                return WireRows(as_bytes, kind, layout, 0)
+                return WireRows(as_bytes, kind, layout, 0, self.num_sms)
         num_topk = 0 if slot_values is None else slot_values.shape[1]
         num_rows = routing.num_recv_rows
-        send = self._wire_rows(leg_name, num_rows, num_topk, y.data.device, True)
+        if has_windows:
+            send = self._window_rows(leg_name, routing.sizes.rows_back_of_all, num_topk)
+        else:
+            send = self._wire_rows(leg_name, num_rows, num_topk, y.data.device, True)
         options = self._options(leg_name)
         if routing.slot_rows is None:
-            backend.convert_rows(y, send.rows, num_rows=num_rows, options=options)
+            used_rows = routing.used_rows if has_windows else None  # of a window the others need not be written
+            backend.convert_rows(y, send.rows, used_rows, num_rows=num_rows, options=options)
         else:
             weights = routing.recv_topk_weights if is_weighted else None
             backend.sum_rows(y, send.rows, routing.slot_rows, weights, options=options)
-        if slot_values is not None:
+        if slot_values is not None and send.window is not None:
+            assert isinstance(send.rows, PeerRows)
+            self.transport.put_slots(slot_values.contiguous(), send.rows, send.layout.weight_offset)
+        elif slot_values is not None:
             send.weights.copy_(slot_values)
         return send
 
@@ -235,6 +300,22 @@ class Exchange:
         own = self.transport.rank
         self.traffic[leg_name] += sum(message.numel() for rank, message in enumerate(outgoing) if rank != own)
 
+    def _window_rows(self, leg_name: str, rows_of_all: tuple[tuple[int, ...], ...] | None, num_topk: int) -> WireRows:
+        """Rows to be written to their ranks."""
+        assert rows_of_all is not None
+        kind = self._leg(leg_name).kind
+        layout = _layout(kind, self.hidden, num_topk)
+        window = self.transport.open_window(rows_of_all, layout.row_bytes)
+        own = rows_of_all[self.transport.rank]
+        self.traffic[leg_name] += (sum(own) - own[self.transport.rank]) * layout.row_bytes
+        return WireRows(window.buffer, kind, layout, num_topk, self.num_sms, window)
+
+    def _arrived(self, send: WireRows) -> WireRows:
+        """What the other ranks have written here, once all have."""
+        assert send.window is not None
+        self.transport.meet()
+        return replace(send, window=None, lease=self.transport.lease(send.window))
+
     def _wire_rows(
         self, leg_name: str, num_rows: int, num_topk: int, device: torch.device, to_send: bool = False
     ) -> WireRows:
@@ -242,7 +323,7 @@ class Exchange:
         layout = _layout(kind, self.hidden, num_topk)
         shape = (num_rows, layout.row_bytes)
         buffer = self.transport.send_buffer(shape, device) if to_send else empty(shape, torch.uint8, device)
-        return WireRows(buffer, kind, layout, num_topk)
+        return WireRows(buffer, kind, layout, num_topk, self.num_sms)
 
     def _leg(self, leg_name: str) -> Leg:
         return self.precision.leg(leg_name)

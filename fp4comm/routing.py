@@ -117,6 +117,7 @@ class Sizes:
         capacity: rows of the place of each source rank among the received rows; None = they follow each other.
         alignment: of the expert layout.
         rows_per_expert: received choices of each local expert; None = not known before the rows have been read.
+        rows_of_all: rows from each rank (first index) to each; None = not known, nor needed.
     """
 
     rows_to_rank: tuple[int, ...]
@@ -124,6 +125,19 @@ class Sizes:
     capacity: int | None
     alignment: int
     rows_per_expert: tuple[int, ...] | None
+    rows_of_all: tuple[tuple[int, ...], ...] | None = None
+
+    @classmethod
+    def of_capacity(cls, capacity: int, num_ranks: int, alignment: int) -> Sizes:
+        """Every message has a place of `capacity` rows."""
+        rows = (capacity,) * num_ranks
+        return cls(rows, rows, capacity, alignment, None, (rows,) * num_ranks)
+
+    @property
+    def rows_back_of_all(self) -> tuple[tuple[int, ...], ...]:
+        """`rows_of_all` for the way back."""
+        assert self.rows_of_all is not None
+        return tuple(zip(*self.rows_of_all, strict=True))
 
     @property
     def num_recv_rows(self) -> int:

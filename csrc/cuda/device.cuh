@@ -61,6 +61,55 @@ __device__ inline void wait_for_copies() {
 #endif
 }
 
+// ---- memory that other devices and the host see ----
+
+// What this thread has written, and what it has seen others write, is there before the value.
+__device__ inline void store_release(int64_t* address, int64_t value) {
+#if FP4COMM_SM
+    asm volatile("st.release.sys.global.s64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+#else
+    __atomic_store_n(address, value, __ATOMIC_RELEASE);
+#endif
+}
+
+__device__ inline int64_t load_acquire(const int64_t* address) {
+#if FP4COMM_SM
+    int64_t value;
+    asm volatile("ld.acquire.sys.global.s64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
+    return value;
+#else
+    return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+#endif
+}
+
+__device__ inline void fence_system() {
+#if FP4COMM_SM
+    asm volatile("fence.acq_rel.sys;" ::: "memory");
+#else
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+}
+
+// Of one clock, which starts anywhere.
+__device__ inline int64_t nanoseconds() {
+#if FP4COMM_SM
+    int64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    return now;
+#else
+    return fp4comm_emulator::nanoseconds();
+#endif
+}
+
+// Between two looks at a flag.
+__device__ inline void pause() {
+#if FP4COMM_SM
+    __nanosleep(20);
+#else
+    fp4comm_emulator::yield();
+#endif
+}
+
 // Pairs of 16-bit numbers in a word, the first in the low half.
 __device__ inline uint32_t pair_of(uint32_t low, uint32_t high) {
     return low | high << 16;

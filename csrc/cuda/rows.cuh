@@ -7,13 +7,53 @@
 
 namespace fp4comm {
 
-constexpr int kThreads = 256;
+#ifndef THREADS
+#define THREADS 256
+#endif
+#ifndef LOOP
+#define LOOP 0
+#endif
+#ifndef PEERS
+#define PEERS 0
+#endif
+
+constexpr int kThreads = THREADS;
 constexpr int kMaxUnroll = UNROLL;
 
-// Number of the warp in the grid.
-__device__ inline int64_t item_of_warp() {
-    return int64_t(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
+// fn(item) for the items of this warp, a few or none. LOOP: the grid is smaller than the work.
+template <typename Fn>
+__device__ inline void for_each_item(int64_t num_items, Fn fn) {
+    int64_t item = int64_t(blockIdx.x) * (kThreads / kWarp) + threadIdx.x / kWarp;
+#if LOOP
+#pragma unroll 1
+    for (; item < num_items; item += int64_t(gridDim.x) * (kThreads / kWarp)) fn(item);
+#else
+    if (item < num_items) fn(item);
+#endif
 }
+
+// Rows to be written: a piece of memory of our own, or one on each of PEERS ranks. The latter are numbered through, and
+// `table` has the address of a row 0 on each rank, if it had one, and then the first row of each.
+struct Destination {
+    Rows rows;  // PEERS: addresses relative to the table's
+    const int64_t* table;
+
+    __device__ Row row(int64_t row, int rank) const {
+        Row to = rows.row(row);
+#if PEERS
+        to.data += table[rank];
+        to.scales += table[rank];
+#endif
+        return to;
+    }
+
+    __device__ Row row(int64_t row) const {
+        int rank = 0;
+#pragma unroll 1
+        for (int r = 1; r < PEERS; ++r) rank = table[PEERS + r] <= row ? r : rank;
+        return this->row(row, rank);
+    }
+};
 
 // How the steps of C, of 32 * C::kLane columns, are divided.
 template <typename C>
@@ -109,7 +149,7 @@ struct Targets {
 
 // Converts row `row` once and writes it to all targets.
 template <int kCount>
-__device__ inline void spread_row(const Rows& src, const Rows& dst, int64_t row, int part,
+__device__ inline void spread_row(const Rows& src, const Destination& dst, int64_t row, int part,
                                   const Targets<kCount>& targets, const Encoding& encoding) {
     using C = RowConverter;
     constexpr int kSteps = Parts<C>::kUnroll;
@@ -121,7 +161,7 @@ __device__ inline void spread_row(const Rows& src, const Rows& dst, int64_t row,
         for (int step = 0; step < kSteps; ++step) {
             out[step] = C::convert(in[step], encoding, row, column<C>(first, step));
         }
-        targets.for_each([&](int64_t target, int) { store_chunk<C, kSteps>(dst.row(target), first, out); });
+        targets.for_each([&](int64_t target, int rank) { store_chunk<C, kSteps>(dst.row(target, rank), first, out); });
     });
 }
 

@@ -1,4 +1,5 @@
-// dst[dst_row[i]] = convert(src[src_row[i]]), as in csrc/cpu/codec.h. Null maps are the identity.
+// dst[dst_row[i]] = convert(src[src_row[i]]), as in csrc/cpu/codec.h. Null maps are the identity. Rows of -1 become
+// zeros in our own memory, and are left out in that of peers.
 #include "rows.cuh"
 
 using namespace fp4comm;
@@ -6,27 +7,29 @@ using namespace fp4comm;
 extern "C" __global__ void __launch_bounds__(kThreads)
     convert_rows(uint8_t* src_data, int64_t src_stride, uint8_t* src_scales, int64_t src_scales_stride,
                  uint8_t* dst_data, int64_t dst_stride, uint8_t* dst_scales, int64_t dst_scales_stride,
-                 int64_t num_rows, const int64_t* src_row, const int64_t* dst_row, int64_t seed, int64_t stream) {
-    const Rows src = {kSrc, src_data, src_stride, src_scales, src_scales_stride};
-    const Rows dst = {kDst, dst_data, dst_stride, dst_scales, dst_scales_stride};
-    const int64_t i = item_of_warp() / ROW_PARTS;
-    const int part = int(item_of_warp() % ROW_PARTS);
-    if (i >= num_rows) return;
-    const int64_t row = src_row ? src_row[i] : i;
-    const Row to = dst.row(dst_row ? dst_row[i] : i);
-    if (row < 0) return zero_part<RowConverter>(to, part);
-
+                 int64_t num_rows, const int64_t* src_row, const int64_t* dst_row, int64_t seed, int64_t stream,
+                 const int64_t* peers) {
     using C = RowConverter;
     constexpr int kSteps = Parts<C>::kUnroll;
+    const Rows src = {kSrc, src_data, src_stride, src_scales, src_scales_stride};
+    const Destination dst = {{kDst, dst_data, dst_stride, dst_scales, dst_scales_stride}, peers};
     const Encoding encoding = {uint64_t(seed), uint32_t(stream)};
-    for_each_chunk<C>(part, [&](uint32_t first) {
-        C::In in[kSteps];
-        C::Out out[kSteps];
-        load_chunk<C, kSteps>(src.const_row(row), first, in);
+    for_each_item(num_rows * ROW_PARTS, [&](int64_t item) {
+        const int64_t i = item / ROW_PARTS;
+        const int part = int(item % ROW_PARTS);
+        const int64_t row = src_row ? src_row[i] : i;
+        if (PEERS && row < 0) return;
+        const Row to = dst.row(dst_row ? dst_row[i] : i);
+        if (row < 0) return zero_part<C>(to, part);
+        for_each_chunk<C>(part, [&](uint32_t first) {
+            C::In in[kSteps];
+            C::Out out[kSteps];
+            load_chunk<C, kSteps>(src.const_row(row), first, in);
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            out[step] = C::convert(in[step], encoding, row, column<C>(first, step));
-        }
-        store_chunk<C, kSteps>(to, first, out);
+            for (int step = 0; step < kSteps; ++step) {
+                out[step] = C::convert(in[step], encoding, row, column<C>(first, step));
+            }
+            store_chunk<C, kSteps>(to, first, out);
+        });
     });
 }

@@ -11,8 +11,8 @@ namespace {
 
 using RowWriter = WeightedConverter;
 
-__device__ void expand_row(const Rows& src, const Rows& dst, int64_t row, int part, const Targets<NUM_TARGETS>& targets,
-                           const float* weights, const Encoding& encoding) {
+__device__ void expand_row(const Rows& src, const Destination& dst, int64_t row, int part,
+                           const Targets<NUM_TARGETS>& targets, const float* weights, const Encoding& encoding) {
     using C = WeightedConverter;
     constexpr int kSteps = Parts<C>::kUnroll;
     for_each_chunk<C>(part, [&](uint32_t first) {
@@ -33,15 +33,15 @@ __device__ void expand_row(const Rows& src, const Rows& dst, int64_t row, int pa
 
 using RowWriter = RowConverter;
 
-__device__ void expand_row(const Rows& src, const Rows& dst, int64_t row, int part, const Targets<NUM_TARGETS>& targets,
-                           const float*, const Encoding& encoding) {
+__device__ void expand_row(const Rows& src, const Destination& dst, int64_t row, int part,
+                           const Targets<NUM_TARGETS>& targets, const float*, const Encoding& encoding) {
     spread_row(src, dst, row, part, targets, encoding);
 }
 
 #endif
 
 // Of 32 rows of dst from row `first` on.
-__device__ void zero_rows(const Rows& dst, int64_t first, const int64_t* source_rows, int64_t num_rows) {
+__device__ void zero_rows(const Destination& dst, int64_t first, const int64_t* source_rows, int64_t num_rows) {
     const int64_t mine = first + lane_of_warp();
     uint32_t left = __ballot_sync(kAllLanes, mine < num_rows && source_rows[mine < num_rows ? mine : 0] < 0);
     for (; left != 0; left &= left - 1) {
@@ -58,14 +58,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 int64_t num_src_rows, const int64_t* slot_rows, int64_t seed, int64_t stream, int64_t num_dst_rows,
                 const int64_t* source_rows, const float* weights) {
     const Rows src = {kSrc, src_data, src_stride, src_scales, src_scales_stride};
-    const Rows dst = {kDst, dst_data, dst_stride, dst_scales, dst_scales_stride};
-    const int64_t row = item_of_warp() / ROW_PARTS;
-    if (row >= num_src_rows) {
-        const int64_t first = (item_of_warp() - num_src_rows * ROW_PARTS) * kWarp;
-        if (first < num_dst_rows) zero_rows(dst, first, source_rows, num_dst_rows);
-        return;
-    }
-    const Targets<NUM_TARGETS> targets(slot_rows + row * NUM_TARGETS);
-    if (targets.none()) return;
-    expand_row(src, dst, row, int(item_of_warp() % ROW_PARTS), targets, weights, {uint64_t(seed), uint32_t(stream)});
+    const Destination dst = {{kDst, dst_data, dst_stride, dst_scales, dst_scales_stride}, nullptr};
+    const int64_t num_row_items = num_src_rows * ROW_PARTS;
+    for_each_item(num_row_items + (num_dst_rows + kWarp - 1) / kWarp, [&](int64_t item) {
+        if (item >= num_row_items) return zero_rows(dst, (item - num_row_items) * kWarp, source_rows, num_dst_rows);
+        const int64_t row = item / ROW_PARTS;
+        const Targets<NUM_TARGETS> targets(slot_rows + row * NUM_TARGETS);
+        if (targets.none()) return;
+        expand_row(src, dst, row, int(item % ROW_PARTS), targets, weights, {uint64_t(seed), uint32_t(stream)});
+    });
 }

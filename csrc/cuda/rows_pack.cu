@@ -14,13 +14,12 @@ namespace {
 
 // Where a row keeps its weights and experts, and what a choice means.
 struct MetaRows {
-    uint8_t* data;
-    int64_t stride;
+    Destination dst;
     int64_t weight_offset;
     int64_t expert_offset;
 
-    __device__ void write(int64_t row, int k, float weight, int64_t expert) const {
-        uint8_t* to = data + row * stride;
+    __device__ void write(int64_t row, int rank, int k, float weight, int64_t expert) const {
+        uint8_t* to = dst.row(row, rank).data;
         store<float>(to + weight_offset + k * 4, weight);
         store<int16_t>(to + expert_offset + k * 2, int16_t(expert));
     }
@@ -41,16 +40,17 @@ struct Choices {
 };
 
 // The choices of token `token`, as rank `rank` sees them.
-__device__ void write_choices(const Choices& choices, int64_t token, int64_t rank, const MetaRows& meta, int64_t row) {
+__device__ void write_choices(const Choices& choices, int64_t token, int rank, const MetaRows& meta, int64_t row) {
     for (int k = lane_of_warp(); k < NUM_TOPK; k += kWarp) {
         const int64_t i = token * NUM_TOPK + k;
         const int64_t local = choices.expert(i) - rank * choices.experts_per_rank;
         const bool here = local >= 0 && local < choices.experts_per_rank;
         const float weight = choices.weights ? choices.weights[i] : 1.0f;
-        meta.write(row, k, here ? weight : 0.0f, here ? local : -1);
+        meta.write(row, rank, k, here ? weight : 0.0f, here ? local : -1);
     }
 }
 
+#if CAPACITY
 // Fixed room for each rank.
 struct Capacity {
     const int64_t* rows_per_rank;
@@ -62,9 +62,10 @@ struct Capacity {
         const int64_t row = first + lane_of_warp();
         const int64_t rank = row / rows_stride;
         if (rank >= NUM_TARGETS || row - rank * rows_stride < rows_per_rank[rank * rows_per_rank_stride]) return;
-        for (int k = 0; k < NUM_TOPK; ++k) meta.write(row, k, 0.0f, -1);
+        for (int k = 0; k < NUM_TOPK; ++k) meta.write(row, int(rank), k, 0.0f, -1);
     }
 };
+#endif
 
 }  // namespace
 
@@ -75,28 +76,33 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                 uint8_t* dst_data, int64_t dst_stride, uint8_t* dst_scales, int64_t dst_scales_stride,
                 int64_t num_tokens, const int64_t* token_rows, int64_t seed, int64_t stream, const void* topk_idx,
                 const float* weights, int64_t experts_per_rank, int64_t weight_offset, int64_t expert_offset,
-                const int64_t* rows_per_rank, int64_t rows_per_rank_stride, int64_t rows_stride) {
+                const int64_t* rows_per_rank, int64_t rows_per_rank_stride, int64_t rows_stride, const int64_t* peers) {
     const Rows src = {kSrc, src_data, src_stride, src_scales, src_scales_stride};
-    const Rows dst = {kDst, dst_data, dst_stride, dst_scales, dst_scales_stride};
+    const Destination dst = {{kDst, dst_data, dst_stride, dst_scales, dst_scales_stride}, peers};
+    const int64_t num_token_items = num_tokens * ROW_PARTS;
 #if META
-    const MetaRows meta = {dst_data, dst_stride, weight_offset, expert_offset};
-#endif
-    const int64_t token = item_of_warp() / ROW_PARTS;
-    const int part = int(item_of_warp() % ROW_PARTS);
-    if (token >= num_tokens) {
-#if CAPACITY
-        const Capacity capacity = {rows_per_rank, rows_per_rank_stride, rows_stride};
-        capacity.write_unused((item_of_warp() - num_tokens * ROW_PARTS) * kWarp, meta);
-#endif
-        return;
-    }
-    const Targets<NUM_TARGETS> targets(token_rows + token * NUM_TARGETS);
-    if (targets.none()) return;
-#if META
+    const MetaRows meta = {dst, weight_offset, expert_offset};
     const Choices choices = {topk_idx, weights, experts_per_rank};
-    if (part == 0) {
-        targets.for_each([&](int64_t row, int rank) { write_choices(choices, token, rank, meta, row); });
-    }
 #endif
-    spread_row(src, dst, token, part, targets, {uint64_t(seed), uint32_t(stream)});
+#if META && CAPACITY
+    const Capacity capacity = {rows_per_rank, rows_per_rank_stride, rows_stride};
+    const int64_t num_items = num_token_items + (rows_stride * NUM_TARGETS + kWarp - 1) / kWarp;
+#else
+    const int64_t num_items = num_token_items;
+#endif
+    for_each_item(num_items, [&](int64_t item) {
+#if META && CAPACITY
+        if (item >= num_token_items) return capacity.write_unused((item - num_token_items) * kWarp, meta);
+#endif
+        const int64_t token = item / ROW_PARTS;
+        const int part = int(item % ROW_PARTS);
+        const Targets<NUM_TARGETS> targets(token_rows + token * NUM_TARGETS);
+        if (targets.none()) return;
+#if META
+        if (part == 0) {
+            targets.for_each([&](int64_t row, int rank) { write_choices(choices, token, rank, meta, row); });
+        }
+#endif
+        spread_row(src, dst, token, part, targets, {uint64_t(seed), uint32_t(stream)});
+    });
 }

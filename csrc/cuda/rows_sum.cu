@@ -1,5 +1,6 @@
 // dst[dst_row[i]] = encode(sum over k of weights[i, k] * src[src_row[i, k]]), as in csrc/cpu/codec.h: float32, in the
-// order of k, from +0. Macros beside those of rows_convert.cuh: NUM_TERMS; WEIGHTED, 0: a plain sum.
+// order of k, from +0. Rows without terms are left out in the memory of peers. Macros beside those of rows_convert.cuh:
+// NUM_TERMS; WEIGHTED, 0: a plain sum.
 #include "rows.cuh"
 
 using namespace fp4comm;
@@ -109,27 +110,30 @@ __device__ inline void add_terms(const Terms& terms, const Encoding& encoding, u
 extern "C" __global__ void __launch_bounds__(kThreads)
     sum_rows(uint8_t* src_data, int64_t src_stride, uint8_t* src_scales, int64_t src_scales_stride, uint8_t* dst_data,
              int64_t dst_stride, uint8_t* dst_scales, int64_t dst_scales_stride, int64_t num_rows,
-             const int64_t* src_row, const float* weights, const int64_t* dst_row, int64_t seed, int64_t stream) {
+             const int64_t* src_row, const float* weights, const int64_t* dst_row, int64_t seed, int64_t stream,
+             const int64_t* peers) {
     const Rows src = {kSrc, src_data, src_stride, src_scales, src_scales_stride};
-    const Rows dst = {kDst, dst_data, dst_stride, dst_scales, dst_scales_stride};
-    const int64_t i = item_of_warp() / ROW_PARTS;
-    if (i >= num_rows) return;
-    const Row to = dst.row(dst_row ? dst_row[i] : i);
+    const Destination dst = {{kDst, dst_data, dst_stride, dst_scales, dst_scales_stride}, peers};
     const Encoding encoding = {uint64_t(seed), uint32_t(stream)};
     constexpr int kSteps = Parts<C>::kUnroll;
-    Terms terms(src, src_row, weights, i * NUM_TERMS);
-    for_each_chunk<C>(int(item_of_warp() % ROW_PARTS), [&](uint32_t first) {
-        Sums acc[kSteps] = {};
+    for_each_item(num_rows * ROW_PARTS, [&](int64_t item) {
+        const int64_t i = item / ROW_PARTS;
+        Terms terms(src, src_row, weights, i * NUM_TERMS);
+        if (PEERS && kBatches == 1 && terms.present == 0) return;
+        const Row to = dst.row(dst_row ? dst_row[i] : i);
+        for_each_chunk<C>(int(item % ROW_PARTS), [&](uint32_t first) {
+            Sums acc[kSteps] = {};
 #pragma unroll 1
-        for (int batch = 0; batch < kBatches; ++batch) {
-            if (kBatches > 1) terms = Terms(src, src_row, weights, i * NUM_TERMS + batch * kTermsAtOnce);
-            add_terms<kSteps>(terms, encoding, first, acc);
-        }
-        C::Out out[kSteps];
+            for (int batch = 0; batch < kBatches; ++batch) {
+                if (kBatches > 1) terms = Terms(src, src_row, weights, i * NUM_TERMS + batch * kTermsAtOnce);
+                add_terms<kSteps>(terms, encoding, first, acc);
+            }
+            C::Out out[kSteps];
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) {
-            out[step] = encode<kDst, M, true, kLane>(acc[step].lane, encoding, i, column<C>(first, step));
-        }
-        store_chunk<C, kSteps>(to, first, out);
+            for (int step = 0; step < kSteps; ++step) {
+                out[step] = encode<kDst, M, true, kLane>(acc[step].lane, encoding, i, column<C>(first, step));
+            }
+            store_chunk<C, kSteps>(to, first, out);
+        });
     });
 }

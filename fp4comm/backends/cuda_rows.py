@@ -22,6 +22,7 @@ __all__ = ["Meta", "Options", "convert_rows", "dot_rows", "expand_rows", "option
 _DEFAULT = Options()
 _THREADS = 256
 _WARPS = _THREADS // 32
+_LOOP_THREADS = 512  # more leave too few registers
 _ALIGNMENT = 16  # of rows of data: one load of a lane
 _SCALE_ALIGNMENT = {Kind.FP8: 4, Kind.FP8_E8M0: 1, Kind.MXFP4: 1}
 
@@ -70,8 +71,8 @@ def convert_rows(
     src = _aligned(src)
     constants = _constants(src, dst, options, num_rows)
     maps = (_pointer(src_row), _pointer(dst_row))
-    args = (*src.address, *dst.address, num_rows, *maps, *_random(options))
-    _launch("convert_rows", "rows_convert.cu", constants, num_rows * constants["ROW_PARTS"], args)
+    args = (*src.address, *dst.address, num_rows, *maps, *_random(options), _pointer(dst.peers))
+    _launch("convert_rows", "rows_convert.cu", constants, num_rows * constants["ROW_PARTS"], args, _num_sms(src, dst))
 
 
 def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEFAULT, meta: Meta | None = None) -> None:
@@ -116,7 +117,7 @@ def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEF
             capacity,
         )
     args = (*x.address, *send.address, num_tokens, _pointer(token_rows), *_random(options), *choices)
-    _launch("pack_tokens", "rows_pack.cu", constants, num_items, args)
+    _launch("pack_tokens", "rows_pack.cu", constants, num_items, (*args, _pointer(send.peers)), _num_sms(x, send))
 
 
 def expand_rows(
@@ -142,7 +143,7 @@ def expand_rows(
     pointers = (_pointer(source_rows), _pointer(weights, torch.float32))
     args = (*src.address, *out.address, num_src, _pointer(slot_rows), *_random(options), num_out, *pointers)
     num_items = num_src * constants["ROW_PARTS"] + -(-num_out // 32)
-    _launch("expand_rows", "rows_expand.cu", constants, num_items, args)
+    _launch("expand_rows", "rows_expand.cu", constants, num_items, args, _num_sms(src, out))
     return None
 
 
@@ -167,8 +168,8 @@ def sum_rows(
         "UNROLL": max(1, min(4, _SUM_BYTES // (BITS[src.kind] * min(num_terms, 8)))),  # 8 numbers a lane
     }
     maps = (_pointer(src_row), _pointer(weights, torch.float32), _pointer(dst_row))
-    args = (*src.address, *dst.address, num_rows, *maps, *_random(options))
-    _launch("sum_rows", "rows_sum.cu", constants, num_rows * constants["ROW_PARTS"], args)
+    args = (*src.address, *dst.address, num_rows, *maps, *_random(options), _pointer(dst.peers))
+    _launch("sum_rows", "rows_sum.cu", constants, num_rows * constants["ROW_PARTS"], args, _num_sms(src, dst))
     return None
 
 
@@ -187,9 +188,20 @@ def dot_rows(
     return out
 
 
-def _launch(name: str, file: str, constants: dict[str, int], num_items: int, args: tuple[int, ...]) -> None:
-    """One warp per item."""
-    cuda_compile.launch(file, name, constants, -(-num_items // _WARPS), _THREADS, args)
+def _launch(
+    name: str, file: str, constants: dict[str, int], num_items: int, args: tuple[int, ...], num_sms: int | None
+) -> None:
+    """One warp per item; with num_sms one block per multiprocessor, which the device spreads that way, and a loop."""
+    grid, threads = -(-num_items // _WARPS), _THREADS
+    if num_sms is not None:
+        threads = _LOOP_THREADS
+        constants = constants | {"LOOP": 1, "THREADS": threads}
+        grid = min(-(-num_items * 32 // threads), num_sms)
+    cuda_compile.launch(file, name, constants, grid, threads, args)
+
+
+def _num_sms(*rows: Rows) -> int | None:
+    return next((part.num_sms for part in rows if part.num_sms is not None), None)
 
 
 def _constants(src: Rows, dst: Rows, options: Options, num_rows: int, through_floats: bool = False) -> dict[str, int]:
@@ -202,8 +214,9 @@ def _constants(src: Rows, dst: Rows, options: Options, num_rows: int, through_fl
     """
     assert src.hidden == dst.hidden
     assert _is_aligned(dst), "destinations are allocated with aligned rows"
+    peers = {} if dst.peers is None else {"PEERS": dst.peers.shape[1]}
     words = src.kind == Kind.MXFP4 and src.hidden % GROUP_SIZE == 0 and (src.address[2] | src.address[3]) % 4 == 0
-    return dict(
+    return peers | dict(
         _macros(
             src.kind,
             dst.kind,

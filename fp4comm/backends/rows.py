@@ -26,6 +26,11 @@ class Rows:
         scales: likewise, one row of scales per row of data; None where the kind has none.
     """
 
+    peers: Tensor | None = None
+    """Where they are in the memory of other ranks, see `PeerRows`; None = in our own."""
+    num_sms: int | None = None
+    """Multiprocessors of a GPU that may be taken to read or write them; None = all."""
+
     def __init__(self, kind: Kind, data: Tensor, scales: Tensor | None = None) -> None:
         self.kind = kind
         self.data = data
@@ -57,10 +62,11 @@ class BufferRows(Rows):
         kind: of the numbers.
         buffer: uint8 `[num_rows, row_bytes]`, contiguous.
         layout: a `RowLayout`.
+        num_sms: see `Rows`.
     """
 
-    def __init__(self, kind: Kind, buffer: Tensor, layout: Any) -> None:
-        self.kind = kind
+    def __init__(self, kind: Kind, buffer: Tensor, layout: Any, num_sms: int | None = None) -> None:
+        self.kind, self.num_sms = kind, num_sms
         self.hidden = layout.data_bytes * 8 // BITS[kind]
         self._buffer, self._layout = buffer, layout
 
@@ -85,6 +91,27 @@ class BufferRows(Rows):
 
     def __len__(self) -> int:
         return self._buffer.shape[0]
+
+
+class PeerRows(Rows):
+    """Rows to be written to the memory of several GPUs, as in `Destination` of `csrc/cuda/rows.cuh`.
+
+    Args:
+        kind: of the numbers.
+        num_rows: on all ranks together; they are numbered through.
+        layout: a `RowLayout`.
+        table: int64 `[2, num_ranks]`: the address of row 0 on each rank, if it were there, and the first row of each.
+        num_sms: see `Rows`.
+    """
+
+    def __init__(self, kind: Kind, num_rows: int, layout: Any, table: Tensor, num_sms: int | None = None) -> None:
+        self.kind, self.num_sms, self.peers = kind, num_sms, table
+        self.hidden = layout.data_bytes * 8 // BITS[kind]
+        self._num_rows = num_rows
+        self.address = 0, layout.row_bytes, layout.scale_offset if layout.scale_bytes else 0, layout.row_bytes
+
+    def __len__(self) -> int:
+        return self._num_rows
 
 
 def _address_and_stride(tensor: Tensor) -> tuple[int, int]:

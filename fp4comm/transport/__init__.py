@@ -6,27 +6,34 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, NotAvailable
 from .base import Transport
 from .loopback import LoopbackTransport
 
-__all__ = ["LoopbackTransport", "Transport", "make_transport"]
+__all__ = ["MAX_BUFFER_BYTES", "LoopbackTransport", "Transport", "make_transport"]
 
 _ACCEPTED_GROUPS = "None, an mpi4py intracommunicator, a torch ProcessGroup or a one-dimensional DeviceMesh"
-_NAMES = ("auto", "loopback", "mpi", "process_group", "nccl")
+_NAMES = ("auto", "loopback", "mpi", "process_group", "nccl", "peer")
+_TIMEOUT_SECS, _PEER_TIMEOUT_SECS = 300.0, 60.0
+MAX_BUFFER_BYTES = 4 << 30
 
 
-def make_transport(group: Any, name: str = "auto", timeout_secs: float = 300.0) -> Transport:
+def make_transport(
+    group: Any, name: str = "auto", timeout_secs: float | None = None, max_buffer_bytes: int = MAX_BUFFER_BYTES
+) -> Transport:
     """The transport called `name` over `group`. Collective.
 
     Args:
         group: None (one process), an mpi4py communicator, a torch ProcessGroup, a one-dimensional DeviceMesh, or a
             `Transport` of the user's own, which is taken as it is.
-        name: "nccl" takes any group of processes with a GPU each. "loopback", "mpi" and "process_group" insist on what
-            the group is made for. "auto" takes NCCL if all ranks can use it (each has a GPU of its own as its current
-            device, CuPy and libnccl) and the group is of MPI or of torch's NCCL, and else what the group is made for;
-            instead of NCCL with a single rank loopback.
-        timeout_secs: how long an exchange may wait for a rank.
+        name: "peer" takes any group of processes with GPUs on one machine that can map each other's memory; "nccl" any
+            group of processes with a GPU each. "loopback", "mpi" and "process_group" insist on what the group is made
+            for. "auto" takes peer, or else NCCL, if all ranks can use it (each has a GPU of its own as its current
+            device, and CuPy; libnccl for NCCL) and the group is of MPI or of torch's NCCL; and else what the group is
+            made for. For a single rank it takes loopback instead of these.
+        timeout_secs: how long an exchange may wait for a rank; None = 60 with peer, whose waiting kernels occupy the
+            device, and else 300.
+        max_buffer_bytes: see `PeerTransport`.
 
     Raises:
         InvalidArgument: an unknown name, or one that does not go with the group.
@@ -36,34 +43,58 @@ def make_transport(group: Any, name: str = "auto", timeout_secs: float = 300.0) 
         return group
     if name not in _NAMES:
         raise InvalidArgument(f"transport is {name!r}; accepted: {', '.join(map(repr, _NAMES))}")
-    if not timeout_secs > 0:
+    if timeout_secs is not None and not timeout_secs > 0:
         raise InvalidArgument(f"timeout_secs is {timeout_secs!r}; accepted: a number of seconds above 0")
     suited = _transport_for(group)
-    if name not in ("auto", suited) and not (name == "nccl" and suited != "loopback"):
+    if name not in ("auto", suited) and not (name in ("nccl", "peer") and suited != "loopback"):
         raise InvalidArgument(f"transport is {name!r}, but a group of type {type(group).__name__} goes with {suited!r}")
     if suited == "loopback":
-        return LoopbackTransport(timeout_secs)
+        return LoopbackTransport()
     group = group.get_group() if hasattr(group, "get_group") else group
+    secs = _TIMEOUT_SECS if timeout_secs is None else timeout_secs
     if suited == "mpi":
         from .mpi import MPITransport  # here, since mpi4py is optional
 
-        on_host: Transport = MPITransport(group, timeout_secs)
-        may_use_nccl = True
+        on_host: Transport = MPITransport(group, secs)
+        suits_gpus = True
     else:
         from .process_group import ProcessGroupTransport
 
-        on_host = ProcessGroupTransport(group, timeout_secs)
-        may_use_nccl = "nccl" in dist.get_backend_config(group)
-    if name == "nccl" or (name == "auto" and may_use_nccl and _each_has_a_gpu(on_host)):
-        from .nccl import NCCLTransport
+        on_host = ProcessGroupTransport(group, secs)
+        suits_gpus = "nccl" in dist.get_backend_config(group)
+    try:
+        return _between_gpus(on_host, name, suits_gpus, timeout_secs, max_buffer_bytes) or on_host
+    except BaseException:
+        on_host.close()
+        raise
+
+
+def _between_gpus(
+    on_host: Transport, name: str, suits_gpus: bool, timeout_secs: float | None, max_buffer_bytes: int
+) -> Transport | None:
+    """The transport that takes the place of `on_host`; None = it stays."""
+    if name == "auto" and not (suits_gpus and _each_has_a_gpu(on_host)):
+        return None
+    if name not in ("auto", "nccl", "peer"):
+        return None
+    if name == "auto" and on_host.num_ranks == 1:
+        on_host.close()
+        return LoopbackTransport()
+    if name != "nccl":
+        from .peer import PeerTransport
 
         try:
-            if on_host.num_ranks == 1 and name == "auto":
-                return LoopbackTransport(timeout_secs)
-            return NCCLTransport(on_host.rank, on_host.num_ranks, on_host.all_gather_bytes, timeout_secs)
-        finally:
-            on_host.close()
-    return on_host
+            secs = _PEER_TIMEOUT_SECS if timeout_secs is None else timeout_secs
+            return PeerTransport(on_host, secs, max_buffer_bytes)
+        except NotAvailable:  # on all ranks
+            if name == "peer":
+                raise
+    from .nccl import NCCLTransport
+
+    secs = _TIMEOUT_SECS if timeout_secs is None else timeout_secs
+    transport = NCCLTransport(on_host.rank, on_host.num_ranks, on_host.all_gather_bytes, secs)
+    on_host.close()
+    return transport
 
 
 def _each_has_a_gpu(transport: Transport) -> bool:

@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..backends.rows import PeerRows
 from ..errors import ClosedError, Fp4CommError, TransportError
 from ..memory import empty
 
 PURPOSES = ("agreement", "dispatch", "combine", "grad_dispatch", "grad_combine")
 MAX_TAG = 2**15  # what every MPI has
+_SPIN_SECS = 2e-3  # a count exchange takes some 50 us; a rank that is later than this may as well be waited for asleep
+
+
+def wait_on_host(done: torch.cuda.Event) -> None:
+    """Waits for an event of work that ends by itself if a rank is lost."""
+    start = time.monotonic()
+    while not done.query():
+        if time.monotonic() - start > _SPIN_SECS:
+            time.sleep(50e-6)
+
+
+RowMatrix = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Where the rows of an exchange go, and where those of the others arrive.
+
+    Attributes:
+        slot: number of the memory that they arrive in, on all ranks.
+        table: int64 `[2, num_ranks]` on the device: per rank the address there of row 0 of all that are sent, if it
+            went to that rank too, and the number of the first row that does go there.
+        num_rows: that are sent, to all ranks together.
+        buffer: uint8 `[rows that arrive, row_bytes]`, ordered by source rank.
+    """
+
+    slot: int
+    table: Tensor
+    num_rows: int
+    buffer: Tensor
 
 
 class Transport(ABC):
@@ -54,8 +87,7 @@ class Transport(ABC):
             TransportError: a rank did not answer within `timeout_secs`; the transport can't be used after that.
             ClosedError: the transport is closed or has failed before.
         """
-        if self._unusable:
-            raise ClosedError(f"the {self.name} transport can't be used: {self._unusable}")
+        self._require_usable()
         if self.num_ranks == 1:
             return self._copy_own(outgoing, incoming)
         self._count += 1
@@ -67,6 +99,14 @@ class Transport(ABC):
             if isinstance(error, RuntimeError) and not isinstance(error, Fp4CommError):  # gloo's, MPI's
                 raise TransportError(f"rank {self.rank}: {purpose} over {self.name} failed: {error}") from error
             raise
+
+    def _require_usable(self) -> None:
+        if self._unusable:
+            raise ClosedError(f"the {self.name} transport can't be used: {self._unusable}")
+
+    def describe(self) -> str:
+        """For people: the name, and what it holds."""
+        return self.name
 
     def _exchange(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], purpose: str) -> None:
         self._copy_own(outgoing, incoming)
@@ -87,6 +127,35 @@ class Transport(ABC):
     def send_buffer(self, shape: tuple[int, int], device: torch.device) -> Tensor:
         """Uninitialised uint8 memory for the outgoing rows of the next exchange, and for nothing else."""
         return empty(shape, torch.uint8, device)
+
+    # Transports of GPUs that can write to each other's memory have windows. They need to know beforehand how many rows
+    # go from each rank to each, and `begin_all_to_all` takes tensors of any strides there.
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether rows are written to their ranks by the kernels that make them."""
+        return False
+
+    def open_window(self, rows_of_all: RowMatrix, row_bytes: int) -> Window:
+        """Work that is enqueued next may write rows to their ranks; `meet` must follow before anything else.
+
+        Args:
+            rows_of_all: rows from each rank (first index) to each.
+            row_bytes: of a row.
+        """
+        raise NotImplementedError
+
+    def meet(self) -> None:
+        """All rows written to the window by all ranks are there for what is enqueued next."""
+        raise NotImplementedError
+
+    def lease(self, window: Window) -> Callable[[], bool]:
+        """What tells whether nobody has been allowed to write to the window's memory again since."""
+        raise NotImplementedError
+
+    def put_slots(self, values: Tensor, rows: PeerRows, weight_offset: int) -> None:
+        """float32 `[num_rows, num_slots]` become the weights of the rows of a window."""
+        raise NotImplementedError
 
     def begin_all_to_all(self, parts: Sequence[Tensor]) -> Callable[[], Tensor]:
         """Starts `all_to_all` of several tensors side by side, each on the CPU or on `device`.

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgument, NotAvailable, TransportError
-from .base import Transport
+from .base import Transport, wait_on_host
 
 _WATCH_SECS = 0.1
-_SPIN_SECS = 2e-3  # a count exchange takes some 50 us; a rank that is later than this may as well be waited for asleep
 _RELAXED_CAPTURE = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
@@ -256,10 +255,7 @@ class NCCLTransport(Transport):
 
     def _wait(self, done: torch.cuda.Event) -> None:
         """Waits for an event on the host; the watcher ends the wait if the exchange fails."""
-        start = time.monotonic()
-        while not done.query():
-            if time.monotonic() - start > _SPIN_SECS:
-                time.sleep(50e-6)
+        wait_on_host(done)
         self._raise_failure()
 
     def close(self) -> None:

@@ -9,9 +9,11 @@
 // This file comes before a kernel's source; emulator.cpp is a library of its own.
 #pragma once
 
+#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
+#include <time.h>
 
 #include <type_traits>
 

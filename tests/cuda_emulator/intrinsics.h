@@ -70,6 +70,17 @@ FP4COMM_VECTOR4(float4, float, 16)
 
 namespace fp4comm_emulator {
 
+inline int64_t nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return int64_t(now.tv_sec) * 1000000000 + now.tv_nsec;
+}
+
+// To other processes, whose kernels a kernel may wait for.
+inline void yield() {
+    sched_yield();
+}
+
 inline uint64_t barrier(Op op, int line, bool value) {
     current_fibre().value = value;
     return wait(op, line);
