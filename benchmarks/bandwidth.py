@@ -3,10 +3,11 @@
     mpirun -n 4 python -m benchmarks.bandwidth --tokens 1024 --wires bf16,fp8,mxfp4
     torchrun --nproc-per-node 4 -m benchmarks.bandwidth
     python -m benchmarks.bandwidth                                # one rank, no communication
-    mpirun -n 2 python -m benchmarks.bandwidth --standard         # the standard cases, one after the other
+    mpirun -n 2 python -m benchmarks.bandwidth --standard --latency --sms 8,16,32    # one case after the other
 
-Every format first passes a correctness gate. Then all that do, the plain dispatcher, the raw transport and a memory
-copy are timed in turn in the same rounds, each round with new routes. A time is the maximum over the ranks.
+Every format over every transport first passes a correctness gate. Then all that do, the plain dispatcher, the raw
+transport and a memory copy are timed in turn in the same rounds, each round with new routes. A time is the maximum
+over the ranks.
 Where every rank has a GPU, all of that happens there, and times are device times.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import argparse
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,9 +29,9 @@ from . import report
 from .common import Budget, environment, list_of, non_negative, positive, write_json_lines
 from .device import add_device_option, gpu_facts
 from .gate import Gate
-from .ranks import EXIT_USAGE, Ranks, abort
+from .ranks import EXIT_USAGE, TRANSPORTS, Ranks, abort
 from .timing import measure_case, measure_checks
-from .workload import WIRE_BITS, Config, Trace, Workload
+from .workload import WIRE_BITS, Config, Trace, Variant, Workload
 
 EXIT_WRONG = 1
 NUM_TOKENS = {"cpu": 512, "cuda": 8192}  # per rank
@@ -42,7 +43,25 @@ STANDARD: tuple[dict[str, Any], ...] = (
     {"layout": "rank", "input": "fp8"},
     {"layout": "expert", "input": "bf16"},
     {"layout": "rank", "input": "bf16", "capacity": True},
+    {"layout": "rank", "input": "fp8", "capacity": True},
 )
+HALF_SIZE = STANDARD[0]  # is also measured with half as many tokens
+LATENCY_TOKENS = (1, 8, 32, 128, 512)
+LATENCY: tuple[dict[str, Any], ...] = (
+    {"layout": "rank", "input": "bf16", "cached": True},
+    {"layout": "rank", "input": "bf16", "capacity": True},
+)
+LATENCY_WIRES = ("bf16", "mxfp4")
+SMS = STANDARD[0]
+SMS_WIRE = "mxfp4"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some tokens with routes, and what moves them."""
+
+    workload: Workload
+    variants: list[Variant]
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,12 +83,17 @@ def make_parser(ranks: Ranks) -> Parser:
     add = parser.add_argument
     add_device_option(parser)
     add("--standard", action="store_true", help="cached and new routes, both layouts, FP8 and BF16, one case each")
+    add("--latency", action="store_true", help=f"{', '.join(map(str, LATENCY_TOKENS))} tokens per rank, BF16")
+    add(
+        "--sms", type=list_of(positive), help="multiprocessors, several with commas, for MXFP4 over peer if it is there"
+    )
     default = f"default {NUM_TOKENS['cpu']}, on GPUs {NUM_TOKENS['cuda']}"
     add("--tokens", type=list_of(positive), help=f"per rank; several sizes with commas, {default}")
     add("--hidden", type=positive, help="default 7168")
     add("--topk", type=positive, help="experts per token, default 8")
     add("--experts", type=positive, help="default 256")
     add("--wires", type=list_of(str, list(WIRE_BITS)), default=["bf16", "fp8", "mxfp4"], help="also fp32")
+    add("--transports", type=list_of(str, TRANSPORTS), help="default: all that carry rows between these ranks")
     add("--layout", choices=("rank", "expert"), default="expert", help="of the received rows, default %(default)s")
     add("--input", choices=("bf16", "fp8", "fp32"), default="bf16", help="format of the tokens, default %(default)s")
     add("--out", choices=("bf16", "fp8", "fp32"), help="format of the received rows, default that of the input")
@@ -121,69 +145,86 @@ def make_workload(options: argparse.Namespace, num_ranks: int, num_tokens: int) 
     return Workload(config, trace)
 
 
-def make_workloads(ranks: Ranks, options: argparse.Namespace) -> list[Workload]:
-    """All cases, by number of tokens; the same on all ranks.
+def make_cases(ranks: Ranks, options: argparse.Namespace) -> list[Case]:
+    """All that the options ask for, each configuration once; the same on all ranks.
 
     Raises:
         ValueError: as `make_workload`.
     """
-    if options.standard and (options.cached or options.capacity or options.trace):
-        raise ValueError("--standard with --cached, --capacity or --trace: the cases have their own")
-    cases = STANDARD if options.standard else ({},)
-    return [
-        make_workload(argparse.Namespace(**{**vars(options), **case}), ranks.num_ranks, num_tokens)
-        for num_tokens in options.tokens or [NUM_TOKENS[ranks.device.type]]
-        for case in cases
-    ]
+    suites = [f"--{name}" for name in ("standard", "latency", "sms") if getattr(options, name)]
+    if suites and (options.cached or options.capacity or options.trace):
+        raise ValueError(f"{suites[0]} with --cached, --capacity or --trace: the cases have their own")
+    cases: dict[Config, Case] = {}
+
+    def add(changes: dict[str, Any], num_tokens: int, variants: list[Variant]) -> None:
+        changed = argparse.Namespace(**{**vars(options), **changes})
+        workload = make_workload(changed, ranks.num_ranks, num_tokens)
+        case = cases.setdefault(workload.config, Case(workload, []))
+        case.variants.extend(variant for variant in variants if variant not in case.variants)
+
+    def over_all(wires: Sequence[str]) -> list[Variant]:
+        return [Variant(transport, wire) for transport in ranks.transports for wire in wires]
+
+    for num_tokens in options.tokens or [NUM_TOKENS[ranks.device.type]]:
+        for case in STANDARD if options.standard else () if suites else ({},):
+            add(case, num_tokens, over_all(options.wires))
+        if options.sms:
+            transport = "peer" if "peer" in ranks.transports else next(iter(ranks.transports))
+            add(SMS, num_tokens, [Variant(transport, SMS_WIRE, num_sms) for num_sms in options.sms])
+        if options.standard:
+            add(HALF_SIZE, max(1, num_tokens // 2), over_all(options.wires))
+    for case in LATENCY if options.latency else ():
+        for num_tokens in LATENCY_TOKENS:
+            add(case, num_tokens, over_all(LATENCY_WIRES))
+    return list(cases.values())
 
 
 def run(ranks: Ranks, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measures and prints every case; returns the records."""
-    workloads, problem = [], None
+    cases, problem = [], None
     try:
-        workloads = make_workloads(ranks, options)
+        cases = make_cases(ranks, options)
     except ValueError as error:
         problem = str(error)
     ranks.require_none(problem, EXIT_USAGE)
-    records = [environment("bandwidth", ranks.launcher, ranks=ranks.num_ranks, transport=ranks.transport.name)]
+    records = [environment("bandwidth", ranks.launcher, ranks=ranks.num_ranks, transport=", ".join(ranks.transports))]
     records[0] |= {"mpi": mpi_library() if ranks.control.name == "mpi" else "", **gpu_facts(ranks.device)}
     if records[0]["device"] == "cuda":
         records[0] |= {"calls": options.calls, "control": ranks.control.name}
     ranks.say(report.environment_text(records[0]))
-    budget = Budget.of(options, ranks.device.type, len(workloads))
-    share = Budget(budget.warmup_secs / len(workloads), budget.secs / len(workloads), budget.repeats)
-    for workload in workloads:
-        records += measure_workload(ranks, workload, options, share)
+    budget = Budget.of(options, ranks.device.type, len(cases))
+    share = Budget(budget.warmup_secs / len(cases), budget.secs / len(cases), budget.repeats)
+    for case in cases:
+        records += measure_and_print(ranks, case, options, share)
         save(options, ranks, records)
-    checks = measure_checks(ranks, workloads[0], options.wires[-1], budget, options.calls)
-    records.append(report.checks_record(options.wires[-1], checks))
-    ranks.say("\n" + report.checks_text(records[-1]))
+    for transport in ranks.transports:
+        variant = Variant(transport, options.wires[-1])
+        checks = measure_checks(ranks, cases[0].workload, variant, budget, options.calls)
+        records.append(report.checks_record(variant, checks))
+        ranks.say("\n" + report.checks_text(records[-1]))
     ranks.say(report.notes(records[0]))
     return records
 
 
-def measure_workload(
-    ranks: Ranks, workload: Workload, options: argparse.Namespace, budget: Budget
-) -> list[dict[str, Any]]:
-    """The records of one case: of the formats that pass the gate, and of the failures of the others."""
-    gate, sqnr, problems = Gate(ranks, workload), {}, []
-    for wire in options.wires:
-        problem, ratios = gate.check_wire(wire)
+def measure_and_print(ranks: Ranks, case: Case, options: argparse.Namespace, budget: Budget) -> list[dict[str, Any]]:
+    """The records of one case: of the variants that pass the gate, and of the failures of the others."""
+    config = case.workload.config
+    gate, sqnr, problems = Gate(ranks, case.workload), {}, []
+    for variant in case.variants:
+        problem, ratios = gate.check(variant)
         found = ranks.problems(problem)
         problems += found
         if not found:
-            sqnr[wire] = ratios
+            sqnr[variant] = ratios
     baseline = ranks.problems(gate.check_per_choice())
-    failures = [
-        {"record": "failure", "config": asdict(workload.config), "problem": text} for text in problems + baseline
-    ]
+    failures = [{"record": "failure", "config": asdict(config), "problem": text} for text in problems + baseline]
     for failure in failures:
-        ranks.say(f"error: {failure['problem']}: not measured, {workload.config}")
+        ranks.say(f"error: {failure['problem']}: not measured, {config}")
     if baseline or not sqnr:
         return failures
-    case = measure_case(ranks, workload, list(sqnr), budget, options.calls)
-    records = report.case_records(workload.config, case, sqnr)
-    ranks.say("\n" + report.case_text(workload.config, records))
+    times = measure_case(ranks, case.workload, list(sqnr), budget, options.calls)
+    records = report.case_records(config, times, sqnr, ranks.transport.name)
+    ranks.say("\n" + report.case_text(config, records))
     return [*records, *failures]
 
 
@@ -205,7 +246,7 @@ def main() -> None:
     try:
         with torch.no_grad():
             options = make_parser(ranks).parse_args()
-            ranks.use_device(options.device)
+            ranks.use_device(options.device, options.transports)
             if ranks.device.type == "cuda":
                 torch.set_num_threads(8)  # for what the CPU does beside the GPUs
             records = run(ranks, options)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from fp4comm.reference import exchange as reference
 from .device import on_device
 from .per_choice import PerChoice
 from .ranks import Ranks
-from .workload import DTYPES, Batch, Config, Workload
+from .workload import DTYPES, Batch, Config, Variant, Workload
 
 F32 = reference.F32
 MAX_ELEMENTS = 1 << 18  # of the tokens of all ranks: the reference is slow
@@ -60,6 +61,7 @@ class Gate:
         self.inputs = [workload.x(rank, num_tokens) for rank in range(ranks.num_ranks)]
         self.batches = [workload.batch(rank, 0, num_tokens) for rank in range(ranks.num_ranks)]
         self.exact = self._reference(unchanged, unchanged, unchanged)
+        self._wanted = cache(self._through_wire)  # the same over every transport
 
     @property
     def my_input(self) -> Tensor | FP8Tensor:
@@ -69,17 +71,16 @@ class Gate:
     def my_batch(self) -> Batch:
         return self.batches[self.ranks.rank]
 
-    def check_wire(self, wire: str) -> tuple[str | None, dict[str, float | None]]:
-        """What is wrong with the wire format on this rank, if anything, and the ratios in dB by leg (of all ranks)."""
-        received, combined = self._run(wire)
-        finish = unchanged if self.config.output == "fp32" else round_bf16
-        wanted = self._reference(reference.through_wire(wire), self._output(wire), finish)
+    def check(self, variant: Variant) -> tuple[str | None, dict[str, float | None]]:
+        """What is wrong with the variant on this rank, if anything, and the ratios in dB by leg (of all ranks)."""
+        received, combined = self._run(variant)
+        wanted = self._wanted(variant.wire)
         problem, sqnr = None, {}
         for leg, got, want, exact in zip(
             ("dispatch", "combine"), (received, combined), wanted, self.exact, strict=True
         ):
             if not np.array_equal(got, want, equal_nan=True):
-                problem = problem or f"{wire} {leg} on rank {self.ranks.rank} differs from the reference exchange"
+                problem = problem or f"{leg} of {variant} on rank {self.ranks.rank} differs from the reference exchange"
             sqnr[leg] = sqnr_db(self.ranks, Noise(0.0, 0.0) if problem else Noise.between(exact, got))
         return problem, sqnr
 
@@ -98,11 +99,16 @@ class Gate:
             return None
         return f"the baseline's combine on rank {self.ranks.rank} differs from the weighted sum"
 
-    def _run(self, wire: str) -> tuple[F32, F32]:
+    def _through_wire(self, wire: str) -> tuple[F32, F32]:
+        """The same by the reference."""
+        finish = unchanged if self.config.output == "fp32" else round_bf16
+        return self._reference(reference.through_wire(wire), self._output(wire), finish)
+
+    def _run(self, variant: Variant) -> tuple[F32, F32]:
         """What arrives on this rank and comes back to it, as float32 numbers."""
         config, batch = self.config, self.my_batch.to(self.ranks.device)
         x, layout = on_device(self.my_input, self.ranks.device), config.layout
-        with make_communicator(self.ranks, config, wire) as comm:
+        with make_communicator(self.ranks, config, variant) as comm:
             out = "fp8" if config.output == "fp8" else DTYPES[config.output]
             received, handle = comm.dispatch(x, batch.topk_idx, batch.topk_weights, layout=layout, out=out)
             if config.is_cached:
@@ -152,16 +158,19 @@ class Gate:
         return {"fp8": fp8, "bf16": round_bf16, "fp32": unchanged}[self.config.output]
 
 
-def make_communicator(ranks: Ranks, config: Config, wire: str, check_inputs: bool | None = None) -> EPCommunicator:
-    """A communicator with one wire format on all legs; on GPUs over the transport of the run, as NCCL starts slowly."""
+def make_communicator(
+    ranks: Ranks, config: Config, variant: Variant, check_inputs: bool | None = None
+) -> EPCommunicator:
+    """A communicator with one wire format on all legs, over a transport of the run: those of GPUs start slowly."""
+    wire = variant.wire
     return EPCommunicator(
-        ranks.group if ranks.device.type == "cpu" else ranks.transport,
+        ranks.transports[variant.transport],
         num_experts=config.num_experts,
         hidden=config.hidden,
         precision=Precision(wire, wire, wire, wire),
         num_max_tokens_per_rank=config.num_tokens if config.has_capacity else None,
-        transport=ranks.transport.name,
         check_inputs=check_inputs,
+        num_sms=variant.num_sms,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,11 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fp4comm
+from fp4comm.errors import InvalidArgument, NotAvailable
 from fp4comm.transport import Transport, make_transport
 
 from .device import CPU, choose_device
 
 TIMEOUT_SECS = 120.0
+GPU_TIMEOUT_SECS = 60.0
+BETWEEN_GPUS = ("nccl", "peer")
+TRANSPORTS = ("loopback", "mpi", "process_group", *BETWEEN_GPUS)
 EXIT_USAGE = 2  # as argparse
 
 
@@ -26,7 +31,8 @@ class Ranks:
     Attributes:
         group: what `EPCommunicator` takes.
         control: the transport of the benchmark's own messages, in host memory.
-        transport: that of the measured rows; the same on the CPU.
+        transports: those to measure, by name.
+        transport: that of the baseline and of the bare messages: NCCL between GPUs.
         device: where the measured rows lie; the CPU until `use_device`.
         launcher: the command that this run was started with, as far as it is known.
     """
@@ -35,6 +41,7 @@ class Ranks:
         self.group = fp4comm.world_group()
         suited = "loopback" if self.group is None else "mpi" if hasattr(self.group, "Abort") else "process_group"
         self.control: Transport = make_transport(self.group, suited, timeout_secs=TIMEOUT_SECS)
+        self.transports = {self.control.name: self.control}
         self.transport, self.device = self.control, CPU
         self.launcher = {
             "loopback": "python",
@@ -50,24 +57,55 @@ class Ranks:
     def num_ranks(self) -> int:
         return self.control.num_ranks
 
-    def use_device(self, wanted: str) -> None:
-        """Takes the GPUs if `wanted` ("auto", "cpu" or "cuda") says so and every rank has one."""
+    def use_device(self, wanted: str, names: Sequence[str] | None = None) -> None:
+        """Takes the GPUs if `wanted` ("auto", "cpu" or "cuda") says so and every rank has one.
+
+        Args:
+            wanted: see above.
+            names: the transports to measure, in that order; None = all that there are.
+        """
         problem, device = None, CPU
         try:
             device = choose_device(wanted)
         except ValueError as error:
             problem = str(error)
         self.require_none(problem, EXIT_USAGE)
-        if self.any(device.type == "cpu"):
-            return
-        transport = make_transport(self.group, "auto", timeout_secs=TIMEOUT_SECS)
-        if transport.device not in (None, device):
-            carried, name = transport.device, transport.name
-            transport.close()
-            if wanted == "cuda":
-                self.leave(f"--device cuda: transport {name} carries rows on {carried}: a GPU per rank", EXIT_USAGE)
-            return
-        self.transport, self.device = transport, device
+        found: dict[str, Transport] = {}
+        if not self.any(device.type == "cpu"):
+            found, problem = self._between_gpus(names)
+            if not found and wanted == "cuda":
+                self.leave(f"--device cuda: {problem}; accepted: a GPU per rank", EXIT_USAGE)
+        if found:
+            self.transports, self.device = found, device
+            self.transport = found.get("nccl") or next(iter(found.values()))
+        missing = [name for name in names or () if name not in self.transports]
+        if missing:
+            why = f" ({problem})" if problem else ""
+            accepted = ", ".join(self.transports)
+            self.leave(f"--transports {','.join(missing)}: not available here{why}; accepted: {accepted}", EXIT_USAGE)
+        self.transports = {name: self.transports[name] for name in names or self.transports}
+
+    def _between_gpus(self, names: Sequence[str] | None) -> tuple[dict[str, Transport], str]:
+        """The transports between GPUs by name, and why others are not among them. NCCL, the baseline's, is tried first:
+        it tells whether every rank has a GPU of its own."""
+        if self.num_ranks == 1:
+            alone = make_transport(self.group, "auto")
+            if alone.device is None:
+                return {alone.name: alone}, ""
+            alone.close()
+            return {}, f"transport {alone.name} carries rows on {alone.device}"
+        found: dict[str, Transport] = {}
+        problem = ""
+        for name in BETWEEN_GPUS:
+            if name != "nccl" and names is not None and name not in names:
+                continue
+            try:
+                found[name] = make_transport(self.group, name, timeout_secs=GPU_TIMEOUT_SECS)
+            except NotAvailable as error:  # on all ranks
+                problem = str(error)
+            except InvalidArgument as error:  # on all ranks: they share GPUs
+                return {}, str(error)
+        return found, problem
 
     def say(self, text: str = "") -> None:
         """Prints on rank 0."""
@@ -110,8 +148,8 @@ class Ranks:
     def close(self) -> None:
         """Waits for all ranks, then frees the transports and torch's process group."""
         self.barrier()  # a rank that ends early may take the others with it
-        self.transport.close()
-        self.control.close()
+        for transport in (*self.transports.values(), self.transport, self.control):
+            transport.close()
         if self.control.name == "process_group":
             dist.destroy_process_group()
 

@@ -1,8 +1,8 @@
-"""What the bandwidth benchmark times: each wire format, the plain dispatcher, the bare transport and a memory copy."""
+"""What the bandwidth benchmark times: wires over transports, a plain dispatcher, bare messages and a memory copy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -18,9 +18,10 @@ from .device import on_device
 from .gate import bf16_rows, make_communicator
 from .per_choice import PerChoice, Routes, messages
 from .ranks import Ranks
-from .workload import DTYPES, Batch, Workload
+from .workload import DTYPES, Batch, Variant, Workload
 
 PER_CHOICE = "bf16/choice"  # the plain dispatcher in reports
+KNOWN = "known"  # a dispatch along the routes of the one before it, with fixed capacity
 STAGES = ("pack", "wire", "unpack")
 NUM_CHECK_TOKENS = 16  # few, so that the fixed cost of the checks shows
 NUM_GPU_ROUTES = 4  # sets of routes on a GPU, where making new ones takes far longer than a round
@@ -103,13 +104,13 @@ class Round:
 
 
 class WireVariant:
-    """Dispatch and combine of fp4comm with one wire format on both legs."""
+    """Dispatch and combine of fp4comm."""
 
     def __init__(
-        self, current: Round, wire: str, scratch: Scratch, num_calls: int, check_inputs: bool | None = None
+        self, current: Round, variant: Variant, scratch: Scratch, num_calls: int, check_inputs: bool | None = None
     ) -> None:
         self.config, self.current, self.scratch = current.workload.config, current, scratch
-        self.comm = make_communicator(current.ranks, self.config, wire, check_inputs)
+        self.comm = make_communicator(current.ranks, self.config, variant, check_inputs)
         self.clock = make_clock(current.ranks, num_calls)
         self._handles: dict[int, Any] = {}
 
@@ -122,6 +123,8 @@ class WireVariant:
         received, handle = self.clock.call("dispatch", lambda: comm.dispatch(x, **routes, out=out), in_graph)
         num_rows = len(received.x.data)
         del received
+        if config.has_capacity and not config.is_cached and comm.stage_hook is None:  # what the routes cost
+            self.clock.call(KNOWN, lambda: comm.dispatch(x, handle=handle, out=out), in_graph)
         dtype = torch.float32 if config.output == "fp32" else torch.bfloat16
         y = self.scratch.rows("y", num_rows, config.hidden, dtype)
         self.clock.call("combine", lambda: comm.combine(y, handle), in_graph)
@@ -213,13 +216,16 @@ def copy_variant(current: Round, scratch: Scratch, num_calls: int) -> Callable[[
     return run
 
 
-def measure_case(ranks: Ranks, workload: Workload, wires: list[str], budget: Budget, num_calls: int = 1) -> CaseTimes:
+def measure_case(
+    ranks: Ranks, workload: Workload, measured: Sequence[Variant], budget: Budget, num_calls: int = 1
+) -> CaseTimes:
     """Times all variants of one case: two thirds of the time for whole calls, the rest for their stages."""
     current, scratch = Round(ranks, workload), Scratch(ranks.device)
-    wire_variants = {wire: WireVariant(current, wire, scratch, num_calls) for wire in wires}
+    wire_variants = {str(variant): WireVariant(current, variant, scratch, num_calls) for variant in measured}
     variants: dict[str, Callable[[int], Times]] = {**wire_variants}
     variants[PER_CHOICE] = per_choice_variant(current, scratch, num_calls)
-    variants |= {f"raw {wire}": raw_variant(current, wire, scratch, num_calls) for wire in wires}
+    for wire in dict.fromkeys(variant.wire for variant in measured):
+        variants[f"raw {wire}"] = raw_variant(current, wire, scratch, num_calls)
     variants["copy"] = copy_variant(current, scratch, num_calls)
 
     def rounds(variants: dict[str, Callable[[int], Times]], budget: Budget) -> dict[str, dict[str, list[float]]]:
@@ -228,7 +234,7 @@ def measure_case(ranks: Ranks, workload: Workload, wires: list[str], budget: Bud
 
     whole = rounds(variants, replace(budget, secs=budget.secs * 2 / 3))
     rows = current.mean_rows()
-    by_stage: dict[str, Callable[[int], Times]] = {wire: variant.by_stage for wire, variant in wire_variants.items()}
+    by_stage: dict[str, Callable[[int], Times]] = {name: variant.by_stage for name, variant in wire_variants.items()}
     stages = rounds(by_stage, Budget(0.0, budget.secs / 3, budget.repeats))
     for variant in wire_variants.values():
         variant.comm.close()
@@ -236,16 +242,16 @@ def measure_case(ranks: Ranks, workload: Workload, wires: list[str], budget: Bud
 
 
 def measure_checks(
-    ranks: Ranks, workload: Workload, wire: str, budget: Budget, num_calls: int = 1
+    ranks: Ranks, workload: Workload, variant: Variant, budget: Budget, num_calls: int = 1
 ) -> dict[str, dict[str, list[float]]]:
     """The same few tokens with `check_inputs` off and on, along new routes and, for dispatch, along cached ones."""
     config = replace(workload.config, num_tokens=NUM_CHECK_TOKENS, is_cached=True, has_capacity=False)
     current, scratch = Round(ranks, replace(workload, config=config)), Scratch(ranks.device)
-    variants = {name: WireVariant(current, wire, scratch, num_calls, name == "on") for name in ("off", "on")}
+    variants = {name: WireVariant(current, variant, scratch, num_calls, name == "on") for name in ("off", "on")}
     short = Budget(0.2, min(budget.secs, 2.0), budget.repeats)
     times = measure(variants, short, prepare=current.prepare, decide=ranks.any)
-    for variant in variants.values():
-        variant.comm.close()
+    for timed in variants.values():
+        timed.comm.close()
     return maximum_over_ranks(ranks, times)
 
 

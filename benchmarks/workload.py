@@ -73,6 +73,23 @@ class Config:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """What moves the rows of a case: a wire format on both legs, and a transport.
+
+    Attributes:
+        num_sms: multiprocessors that it may take, None = all.
+    """
+
+    transport: str
+    wire: str
+    num_sms: int | None = None
+
+    def __str__(self) -> str:
+        limit = "" if self.num_sms is None else f" on {self.num_sms} multiprocessors"
+        return f"{self.wire} over {self.transport}{limit}"
+
+
+@dataclass(frozen=True)
 class Batch:
     """One round's routes on one rank: `[num_tokens, num_topk]` int64 and float32."""
 

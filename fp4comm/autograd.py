@@ -106,12 +106,14 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         exchange, routing = ctx.exchange, ctx.routing
         y, recv_topk_weights, _ = ctx.saved_tensors
-        send = exchange.pack("grad_dispatch", Rows.of(grad_out), routing.plan, routing.sizes)
+        send = exchange.pack_again("grad_dispatch", Rows.of(grad_out), routing)
         arrived = exchange.to_experts("grad_dispatch", send, routing.sizes)
         grad_y = grad_weights = None
         if ctx.needs_input_grad[0]:
             grad_y = empty((routing.num_rows, exchange.hidden), ctx.y_dtype, grad_out.device)
             exchange.unpack("grad_dispatch", arrived, Rows.of(grad_y), routing, recv_topk_weights)
+            arrived = arrived.settled
+        arrived = exchange.settle(arrived)
         if y is not None:
             grad_weights = exchange.dot("grad_dispatch", Rows.of(y), arrived, routing.source_rows)
         return grad_y, grad_weights, torch.zeros((), device="cpu"), None, None

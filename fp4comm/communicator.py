@@ -93,8 +93,8 @@ class Received:
     def payload(self) -> MXFP4Tensor:
         """The received rows as they came over the wire, one per received token: `[num_recv_tokens, hidden]`.
 
-        No copy but with transport "peer", where they must be asked for before the memory is needed again: before the
-        next dispatch, and before a backward pass.
+        No copy but with transport "peer", where they must be asked for before the communicator's next call of any kind,
+        combine and backward passes included: others write to the memory after that.
 
         What to keep for backward, with `source_rows` and `num_rows_per_expert`; see `MXFP4Tensor.to_fp8_columns`.
 
@@ -307,7 +307,7 @@ class EPCommunicator:
             error = raised
         if handle is not None:
             self._agree("dispatch", facts, error)
-            send = self._exchange.pack("dispatch", _rows_of(x), handle.routing.plan, handle.routing.sizes)
+            send = self._exchange.pack_again("dispatch", _rows_of(x), handle.routing)
             arrived = self._exchange.to_experts("dispatch", send, handle.routing.sizes)
             return self._unpack(x, topk_weights, arrived, handle.routing, out)
         know_sizes = self._begin_sizes(plan, facts, error)
@@ -403,14 +403,18 @@ class EPCommunicator:
             tensor is not None and tensor.requires_grad for tensor in (differentiable, topk_weights)
         )
         recv_x: Any
+        as_fp8 = None
+        if out == "fp8":  # first, since rows may still be on their way while this is enqueued
+            as_fp8 = FP8Tensor.empty(routing.num_rows, self.hidden, arrived.buffer.device)
+            self._exchange.unpack("dispatch", arrived, as_fp8._rows, routing)
         if needs_graph:
             recv_x, recv_topk_weights, anchor = Dispatch.apply(differentiable, topk_weights, *inputs)
         else:
             recv_x, recv_topk_weights, anchor = unpack_dispatch(*inputs)
-        if out == "fp8":
-            recv_x = FP8Tensor.empty(routing.num_rows, self.hidden, arrived.buffer.device)
-            self._exchange.unpack("dispatch", arrived, recv_x._rows, routing)
-        return Received(recv_x, recv_topk_weights, routing, arrived), Handle(routing, recv_topk_weights, anchor, self)
+        recv_x = as_fp8 or recv_x
+        return Received(recv_x, recv_topk_weights, routing, arrived.settled), Handle(
+            routing, recv_topk_weights, anchor, self
+        )
 
     def combine(self, y: Tensor, handle: Handle, *, apply_weights: bool | None = None) -> Tensor:
         """Brings the experts' results home and sums them per token, in float32 and in a fixed order.

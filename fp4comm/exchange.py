@@ -18,14 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import BufferRows, PeerRows, Rows, backend_for
+from .backends import Arrivals, BufferRows, PeerRows, Rows, backend_for
 from .errors import InvalidArgument
 from .formats import Kind
 from .memory import empty
 from .precision import Leg, Precision
 from .routing import ExpertLayout, NewRoutes, Routing, SendPlan, Sizes
 from .transport import Transport
-from .transport.base import Window
+from .transport.base import RowMatrix, Window
+
+# Blocks per multiprocessor that send rows while others expand what arrives, into one row each or into many; on H200.
+_RANK_COUNTING_BLOCKS, _EXPERT_COUNTING_BLOCKS = 2, 1
 
 StageHook = Callable[[str], AbstractContextManager[None]]
 
@@ -42,6 +45,7 @@ class WireRows:
         num_sms: multiprocessors that reading or writing them may take, None = all.
         window: where they are written to, if that is on other ranks; `buffer` then is what arrives at this one.
         lease: whether the buffer still holds them; None = for ever.
+        arrivals: how to wait for them, for who reads them first; None = they are here.
     """
 
     buffer: Tensor
@@ -51,13 +55,16 @@ class WireRows:
     num_sms: int | None = None
     window: Window | None = None
     lease: Callable[[], bool] | None = None
+    arrivals: Arrivals | None = None
 
     @cached_property
     def rows(self) -> Rows:
         """Data and scales."""
         if self.window is not None:
-            return PeerRows(self.kind, self.window.num_rows, self.layout, self.window.table, self.num_sms)
-        return BufferRows(self.kind, self.buffer, self.layout, self.num_sms)
+            window = self.window
+            sizes = (window.table, window.num_turns)
+            return PeerRows(self.kind, window.num_rows, self.layout, *sizes, self.num_sms, window.counting_blocks)
+        return BufferRows(self.kind, self.buffer, self.layout, self.num_sms, self.arrivals)
 
     @cached_property
     def kept(self) -> WireRows:
@@ -70,10 +77,15 @@ class WireRows:
             return self
         if not self.lease():
             raise InvalidArgument(
-                "payload: its memory has been used again since; accepted with transport 'peer': before the next dispatch "
-                "and before the backward pass"
+                "payload: its memory may have been used again; accepted with transport 'peer': before the next call of "
+                "the communicator, combine and backward passes included"
             )
         return replace(self, buffer=self.buffer.clone(), lease=None)
+
+    @property
+    def settled(self) -> WireRows:
+        """The same once somebody has waited for them."""
+        return replace(self, arrivals=None)
 
     def is_plain(self, dtype: torch.dtype) -> bool:
         """Whether the rows are nothing but numbers of that dtype, one after the other."""
@@ -123,6 +135,7 @@ class Exchange:
         sizes: Sizes | None,
         weights: Tensor | None = None,
         with_routing: bool = False,
+        counting_blocks: int = 0,
     ) -> WireRows:
         """Makes the rows that this rank sends.
 
@@ -133,17 +146,26 @@ class Exchange:
             sizes: of the messages; may be None where the transport has no windows.
             weights: `[num_tokens, num_topk]` float32, to travel with the routing; None = 1.
             with_routing: whether rows carry the experts and weights of their slots.
+            counting_blocks: see `Transport.open_window`.
         """
         backend = backend_for(x.data)
         with self._stage(leg_name, "pack"):
             num_topk = plan.num_topk if with_routing else 0
             if self.transport.has_windows:
                 assert sizes is not None
-                send = self._window_rows(leg_name, sizes.rows_of_all, num_topk)
+                just_met = with_routing and sizes.capacity is None  # over the sizes
+                send = self._window_rows(leg_name, sizes.rows_of_all, num_topk, just_met, counting_blocks)
             else:
                 send = self._wire_rows(leg_name, plan.max_rows, num_topk, x.data.device, True)
             backend.pack_tokens(x, send, plan, weights, self.num_experts, self._options(leg_name))
             return send
+
+    def pack_again(self, leg_name: str, x: Rows, routing: Routing) -> WireRows:
+        """`pack` along known routes, where received rows may be expanded while others are on their way."""
+        counting_blocks = 0
+        if routing.sizes.capacity is None and self.num_sms is None:  # two kernels at once would take twice as many
+            counting_blocks = _RANK_COUNTING_BLOCKS if routing.slot_rows is None else _EXPERT_COUNTING_BLOCKS
+        return self.pack(leg_name, x, routing.plan, routing.sizes, counting_blocks=counting_blocks)
 
     def to_experts(self, leg_name: str, send: WireRows, sizes: Sizes) -> WireRows:
         """Sends packed rows to the ranks of their experts.
@@ -280,6 +302,12 @@ class Exchange:
             send.weights.copy_(slot_values)
         return send
 
+    def settle(self, arrived: WireRows) -> WireRows:
+        """Waits for rows that are on their way, if nobody has read them."""
+        if arrived.arrivals is not None:
+            self.transport.await_rows(arrived.arrivals)
+        return arrived.settled
+
     def dot(self, leg_name: str, y: Rows, arrived: WireRows, arrived_row: Tensor) -> Tensor:
         """float32 `[num_rows]`: row i of `y` times row `arrived_row[i]` of what has arrived; 0 where that is -1."""
         options = self._options(leg_name, decode=True)
@@ -300,12 +328,19 @@ class Exchange:
         own = self.transport.rank
         self.traffic[leg_name] += sum(message.numel() for rank, message in enumerate(outgoing) if rank != own)
 
-    def _window_rows(self, leg_name: str, rows_of_all: tuple[tuple[int, ...], ...] | None, num_topk: int) -> WireRows:
+    def _window_rows(
+        self,
+        leg_name: str,
+        rows_of_all: RowMatrix | None,
+        num_topk: int,
+        just_met: bool = False,
+        counting_blocks: int = 0,
+    ) -> WireRows:
         """Rows to be written to their ranks."""
         assert rows_of_all is not None
         kind = self._leg(leg_name).kind
         layout = _layout(kind, self.hidden, num_topk)
-        window = self.transport.open_window(rows_of_all, layout.row_bytes)
+        window = self.transport.open_window(rows_of_all, layout.row_bytes, just_met, counting_blocks)
         own = rows_of_all[self.transport.rank]
         self.traffic[leg_name] += (sum(own) - own[self.transport.rank]) * layout.row_bytes
         return WireRows(window.buffer, kind, layout, num_topk, self.num_sms, window)
@@ -313,8 +348,12 @@ class Exchange:
     def _arrived(self, send: WireRows) -> WireRows:
         """What the other ranks have written here, once all have."""
         assert send.window is not None
-        self.transport.meet()
-        return replace(send, window=None, lease=self.transport.lease(send.window))
+        lease, arrivals = self.transport.lease(send.window), None
+        if send.window.counting_blocks:
+            arrivals = self.transport.arrivals(send.window)
+        else:
+            self.transport.meet(send.window)
+        return replace(send, window=None, lease=lease, arrivals=arrivals)
 
     def _wire_rows(
         self, leg_name: str, num_rows: int, num_topk: int, device: torch.device, to_send: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import moe_problem
 import numpy as np
 import precision_cases
 import torch
@@ -135,15 +136,14 @@ def case_fp8_arrival(group: Any) -> list[int]:
         x, idx, weights = problem.mine(comm.rank)
         fp8 = fp4comm.quantize_fp8(x)
         recv, handle = comm.dispatch(fp8, idx, weights, out="fp8")
+        columns, payload = recv.to_fp8_columns(), recv.payload  # with peers they are not there for ever
         again, _ = comm.dispatch(fp8, handle=handle, out=torch.float32)
         assert torch.equal(recv.x.dequantize(torch.float32), again.x)
-        columns = recv.to_fp8_columns()
         assert torch.equal(columns.dequantize(), again.x)
         with communicator(group, problem, "fp4", expert_alignment=16, num_max_tokens_per_rank=64) as fixed:
             at_most = fixed.dispatch(fp8, idx, weights)[0]
             assert len(at_most.x) > len(again.x)
             assert torch.equal(at_most.to_fp8_columns().dequantize(), again.x)
-        payload = recv.payload
         assert payload.packed.shape == (recv.topk_idx.shape[0], problem.hidden // 2)
         expected = fp4comm.quantize_mxfp4(fp8)
         everyone = reference.dispatch(
@@ -364,11 +364,12 @@ CASES: dict[str, Callable[[Any], list[int]]] = {
 }
 
 
-def run_cases(group: Any, on_gpus: bool = False) -> dict[str, list[int]]:
-    """All cases on one rank; on the GPU with the number of the rank, if so asked."""
-    if not on_gpus:
+def run_cases(group: Any, gpu_transport: str | None = None) -> dict[str, list[int]]:
+    """All cases on one rank; on a GPU with that transport, if one is given. Ranks take the GPUs in turn."""
+    if gpu_transport is None:
         return {name: case(group) for name, case in CASES.items()}
-    rank = group.Get_rank() if hasattr(group, "Get_rank") else group.rank()
+    rank = (group.Get_rank() if hasattr(group, "Get_rank") else group.rank()) % torch.cuda.device_count()
     torch.cuda.set_device(rank)
+    moe_problem.gpu_transport = gpu_transport
     with tensors_on(f"cuda:{rank}"):
         return {name: case(group) for name, case in CASES.items()}

@@ -19,6 +19,7 @@ from fp4comm.precision import Precision
 from fp4comm.transport import Transport
 
 TIMEOUT_SECS = 30.0
+gpu_transport = "nccl"  # what groups of processes use where the tensors lie on GPUs
 
 
 @dataclass
@@ -60,10 +61,10 @@ class Problem:
 
 
 def communicator(group: Any, problem: Problem, precision: Precision | str = "fp32", **options: Any) -> Any:
-    """One for tensors that lie where the test's do: where a GPU is left unused, "auto" would take NCCL."""
+    """One for tensors that lie where the test's do: where a GPU is left unused, "auto" would take it."""
     if group is not None and not isinstance(group, Transport) and "transport" not in options:
         on_host = "mpi" if hasattr(group, "Get_rank") else "process_group"
-        options["transport"] = on_host if tensors_device().type == "cpu" else "nccl"
+        options["transport"] = on_host if tensors_device().type == "cpu" else gpu_transport
     return fp4comm.EPCommunicator(
         group,
         num_experts=problem.num_experts,

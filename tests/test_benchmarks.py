@@ -44,6 +44,8 @@ def check_bandwidth_records(path: Path, num_cases: int, wires: Sequence[str]) ->
     assert len(names) == num_cases * 2 * (len(wires) + 1)
     assert set(names) == {(wire, leg) for wire in (*wires, "bf16/choice") for leg in ("dispatch", "combine")}
     for record in legs:
+        assert record["transport"] == run["transport"]
+        assert record["num_sms"] is record["speedup_over_nccl"] is None
         seconds = record["seconds"]
         assert 0 < seconds["minimum"] <= seconds["median"] <= seconds["p95"]
         assert seconds["num_samples"] == 2
@@ -93,6 +95,46 @@ def test_bandwidth_on_one_rank(
     assert "nothing is sent" in capsys.readouterr().out
 
 
+@pytest.mark.mpi
+def test_suites_under_mpirun(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    arguments = [*TINY, "--tokens", 32, "--latency", "--sms", "4,8", "--transports", "mpi", "--json", path]
+    code, output = run_on_two_ranks("mpi", arguments)
+    assert code == 0, output
+    assert max(map(len, output.split("\n\n", 1)[1].splitlines())) <= 120
+    run, *records = common.read_json_lines(path)
+    assert run["transport"] == "mpi"
+    legs = [record for record in records if record["record"] == "leg"]
+    limited = [record for record in legs if record["num_sms"] is not None]
+    assert [(record["num_sms"], record["leg"]) for record in limited] == [
+        (num, leg) for leg in ("dispatch", "combine") for num in (4, 8)
+    ]
+    assert {record["wire"] for record in limited} == {"mxfp4"}
+    assert len(legs) == 2 * (3 + 2 * len(bandwidth.LATENCY_TOKENS) * 3)
+    measured = [record for record in legs if "routing_seconds" in record]
+    assert [record["config"]["num_tokens"] for record in measured] == [
+        num for num in bandwidth.LATENCY_TOKENS for _ in range(2)
+    ]
+    assert all(record["config"]["has_capacity"] and record["leg"] == "dispatch" for record in measured)
+    assert "mxfp4 8 SMs" in tables.make_table("out", tmp_path)
+
+
+def test_every_configuration_is_measured_once() -> None:
+    ranks = Ranks()
+    words = ["--standard", "--sms", "8,132", "--latency", "--tokens", "8192,4096", "--wires", "bf16,mxfp4"]
+    cases = bandwidth.make_cases(ranks, bandwidth.make_parser(ranks).parse_args(words))
+    sizes = [case.workload.config.num_tokens for case in cases]
+    num_standard = len(bandwidth.STANDARD)
+    assert sizes == [8192] * num_standard + [4096] * num_standard + [2048] + [1, 8, 32, 128, 512] * 2
+    assert len({case.workload.config for case in cases}) == len(cases)
+    assert list(map(str, cases[0].variants)) == [
+        "bf16 over loopback",
+        "mxfp4 over loopback",
+        "mxfp4 over loopback on 8 multiprocessors",
+        "mxfp4 over loopback on 132 multiprocessors",
+    ]
+
+
 def test_codec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.jsonl"
     run_main(codec, monkeypatch, ["--rows", 230, "--hidden", 160, *QUICK, "--json", path])
@@ -136,6 +178,10 @@ def test_all_ranks_refuse_wrong_options() -> None:
         (["--trace", "TRACE", "--hidden", "64", "--skew", "1"], "--hidden, --skew with --trace: the trace has its own"),
         (["--secs", "nan"], "not a number of at least 0"),
         (["--standard", "--cached"], "--standard with --cached"),
+        (["--sms", "8", "--capacity"], "--sms with --cached, --capacity or --trace"),
+        (["--sms", "8,0"], "0 is not a positive integer"),
+        (["--transports", "nccl,ucx"], "'ucx' is not one of loopback, mpi"),
+        (["--transports", "nccl", "--device", "cpu"], "--transports nccl: not available here; accepted: loopback"),
     ],
 )
 def test_wrong_options(
@@ -233,12 +279,13 @@ def test_the_gate_finds_a_wrong_codec(
     config = replace(CONFIG, layout=layout, input=input_format, output=output)
     small = gate.Gate(Ranks(), workload.Workload(config))
     for wire in WIRE_KINDS:
-        assert small.check_wire(wire)[0] is None
+        assert small.check(workload.Variant("loopback", wire))[0] is None
     assert small.check_per_choice() is None
     through_wire = gate.reference.through_wire
     monkeypatch.setattr(gate.reference, "through_wire", lambda wire: through_wire(wire, "floor"))
-    problem, _ = small.check_wire("mxfp4")
-    assert problem == "mxfp4 dispatch on rank 0 differs from the reference exchange"
+    wrong = gate.Gate(Ranks(), workload.Workload(config))
+    problem, _ = wrong.check(workload.Variant("loopback", "mxfp4"))
+    assert problem == "dispatch of mxfp4 over loopback on rank 0 differs from the reference exchange"
 
 
 def test_the_codec_check_finds_a_wrong_byte() -> None:

@@ -13,10 +13,24 @@ import torch
 from benchmark_runs import TINY, run_main, run_on_two_ranks
 from cuda_targets import open_target
 
-from benchmarks import bandwidth, clocks, codec, codec_cases, common, cuda_codec, device, gate, tables, timing
+from benchmarks import (
+    bandwidth,
+    clocks,
+    codec,
+    codec_cases,
+    common,
+    cuda_codec,
+    device,
+    gate,
+    plot,
+    tables,
+    timing,
+    workload,
+)
 from benchmarks.cuda_cases import all_cases
 from benchmarks.cuda_data import Data
 from benchmarks.ranks import Ranks
+from fp4comm.transport import LoopbackTransport
 
 CPU = torch.device("cpu")
 
@@ -90,8 +104,9 @@ def test_bandwidth_of_a_gpu(
     assert GPU_FACTS.items() <= run.items()
     legs = [record for record in records if record["record"] == "leg"]
     configs = tables.unique(record["config"] for record in legs)
-    assert len(configs) == len(bandwidth.STANDARD)
-    assert [config["is_cached"] for config in configs] == [bool(case.get("cached")) for case in bandwidth.STANDARD]
+    cached = [bool(case.get("cached")) for case in (*bandwidth.STANDARD, bandwidth.HALF_SIZE)]
+    assert [config["is_cached"] for config in configs] == cached
+    assert [config["num_tokens"] for config in configs] == [7] * len(bandwidth.STANDARD) + [3]
     assert len(legs) == len(configs) * 2 * 3
     for record in legs:
         assert 0 < record["host_seconds"]["median"] < record["alone_seconds"]["median"]
@@ -104,14 +119,63 @@ def test_bandwidth_of_a_gpu(
     assert "| dispatch x choice |" in table
 
 
+class Named(LoopbackTransport):
+    """A transport of one rank with the name of another."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+@pytest.mark.usefixtures("fake_gpu")
+def test_transports_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def use_device(self: Ranks, wanted: str, names: Any = None) -> None:
+        self.transports = {name: Named(name) for name in names}
+        self.transport = self.transports["nccl"]
+
+    monkeypatch.setattr(Ranks, "use_device", use_device)
+    path, picture = tmp_path / "gpus.jsonl", tmp_path / "latency.svg"
+    suites = ["--standard", "--latency", "--sms", "8,16", "--transports", "nccl,peer"]
+    run_main(bandwidth, monkeypatch, [*TINY, "--tokens", 2000, *suites, "--calls", 2, "--json", path])
+    run, *records = common.read_json_lines(path)
+    assert run["transport"] == "nccl, peer"
+    assert [record["transport"] for record in records if record["record"] == "check_inputs"] == ["nccl", "peer"]
+    legs = [record for record in records if record["record"] == "leg"]
+    first = [record for record in legs if record["config"] == legs[0]["config"] and record["leg"] == "dispatch"]
+    by_name = {(leg["transport"], leg["wire"], leg["num_sms"]): leg for leg in first}
+    assert len(by_name) == len(first) == 2 * 3 + 2 + 1
+    times = {name: leg["seconds"]["median"] for name, leg in by_name.items()}
+    limited, choice = by_name["peer", "mxfp4", 8], by_name["nccl", "bf16/choice", None]
+    assert limited["speedup_over_bf16"] == times["peer", "bf16", None] / times["peer", "mxfp4", 8]
+    assert limited["speedup_over_nccl"] == times["nccl", "mxfp4", None] / times["peer", "mxfp4", 8]
+    assert limited["speedup_over_per_choice"] == choice["seconds"]["median"] / times["peer", "mxfp4", 8]
+    assert choice["speedup_over_nccl"] is None
+    assert max(map(len, capsys.readouterr().out.split("\n\n", 1)[1].splitlines())) <= 120
+
+    table = tables.make_table("gpus", tmp_path)
+    assert table.count("| transport | wire | MB sent |") == len(bandwidth.STANDARD) + 1
+    assert table.count("| dispatch x nccl |") == len(bandwidth.STANDARD) + 1
+    assert table.count("| multiprocessors |") == 1
+    assert len(re.findall(r"(?m)^\| (8|16) \| ", table)) == 2 + 2 * 5  # multiprocessors; 8 tokens, twice
+    assert table.count("| tokens | transport | wire |") == 2
+    assert "\n1, 8, 32, 128, 512 tokens per rank x 256, " in table
+    assert table.count("What new routes add to a dispatch") == 2
+    assert tables.make_table("gpus:2-3", tmp_path).count("tokens per rank") == 2
+    pytest.importorskip("matplotlib")
+    run_main(plot, monkeypatch, [path, picture])
+    assert "mxfp4, peer" in picture.read_text()
+
+
 def test_a_wrong_wire_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "out.jsonl"
-    check_wire = gate.Gate.check_wire
+    check = gate.Gate.check
 
-    def wrong(self: gate.Gate, wire: str) -> tuple[str | None, dict[str, float | None]]:
-        return ("mxfp4 is wrong", {}) if wire == "mxfp4" else check_wire(self, wire)
+    def wrong(self: gate.Gate, variant: workload.Variant) -> tuple[str | None, dict[str, float | None]]:
+        return ("mxfp4 is wrong", {}) if variant.wire == "mxfp4" else check(self, variant)
 
-    monkeypatch.setattr(gate.Gate, "check_wire", wrong)
+    monkeypatch.setattr(gate.Gate, "check", wrong)
     with pytest.raises(SystemExit) as stopped:
         run_main(bandwidth, monkeypatch, [*TINY, "--tokens", 7, "--json", path])
     assert stopped.value.code == 1
@@ -227,7 +291,14 @@ def test_bandwidth_on_gpus(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    arguments = [*TINY, "--device", "cuda", "--tokens", 64, "--standard", "--json", path]
-    code, output = run_on_two_ranks("torchrun", arguments, timeout=280)
+    suites = ["--standard", "--latency", "--sms", "8,32"]
+    code, output = run_on_two_ranks(
+        "torchrun", [*TINY, "--device", "cuda", "--tokens", 64, *suites, "--json", path], timeout=280
+    )
     assert code == 0, output
-    assert common.read_json_lines(path)[0]["transport"] == "nccl"
+    run, *records = common.read_json_lines(path)
+    assert run["transport"] == "nccl, peer"
+    legs = [record for record in records if record["record"] == "leg" and "/" not in record["wire"]]
+    for record in legs:
+        can_be_captured = record["config"]["is_cached"] or record["config"]["has_capacity"]
+        assert ("graph_seconds" in record) == can_be_captured

@@ -20,7 +20,7 @@ from test_cuda_route import received
 from test_cuda_rows import FAST_PAIRS, OPTIONS, PAIRS
 from test_cuda_sums import SUM_PAIRS, Packing
 
-from fp4comm.backends import Rows
+from fp4comm.backends import Arrivals, Rows, cpu
 from fp4comm.errors import InvalidArgument
 from fp4comm.formats import Kind
 
@@ -40,6 +40,7 @@ class Recorder(Emulator):
         block: int,
         args: tuple[int, ...],
         shared: int = 0,
+        early: bool = False,
     ) -> None:
         self.launches.append(Launch(file, name, tuple(constants.items()), grid, block, shared))
 
@@ -101,6 +102,55 @@ def use_routing(t: Target) -> None:
         cuda_route.read_routing(torch.from_numpy(buffer), layout, 8, num_experts // 8 * 7)
 
 
+def use_peers(t: Target) -> None:
+    """Rows that go to the memory of other ranks, and loops that take few multiprocessors."""
+    from fp4comm.backends import cuda_peer
+
+    terms = torch.zeros((64, 8), dtype=torch.int64)
+    for num_ranks, num_sms in ((2, None), (8, None), (8, 16)):
+        for dst in (Kind.MXFP4, Kind.BF16):
+            pack_for_peers(t, dst, num_ranks, num_sms)
+        for src, dst in ((Kind.BF16, Kind.BF16), (Kind.BF16, Kind.MXFP4)):
+            t.backend.convert_rows(rows(t, src), peer_rows(t, dst, num_ranks, num_sms))
+            t.backend.sum_rows(rows(t, src), peer_rows(t, dst, num_ranks, num_sms), terms)
+    for kind in (Kind.MXFP4, Kind.BF16):
+        pack_for_peers(t, kind, 2, None, counting_blocks=2)
+        for dst in (Kind.FP8, Kind.BF16):
+            arriving = rows(t, kind)
+            arriving.arrivals = Arrivals(terms, 128)
+            t.backend.convert_rows(arriving, rows(t, dst))
+            t.backend.expand_rows(arriving, rows(t, dst), terms[0], terms)
+    few = rows(t, Kind.BF16)
+    few.num_sms = 16
+    t.backend.expand_rows(rows(t, Kind.MXFP4, 8), few, terms[0], terms[:8])
+    for num_ranks in (2, 8):
+        boards, numbers = torch.zeros(num_ranks, dtype=torch.int64), torch.zeros((num_ranks, 3), dtype=torch.int64)
+        group = cuda_peer.PeerGroup(boards, 0, boards, boards, 10**9)
+        group.open_slot(0)
+        group.meet(0)
+        group.exchange_numbers([numbers], numbers)
+        group.put_slots(torch.zeros(64, 8), peer_rows(t, Kind.BF16, num_ranks), 0)
+        group.await_rows(Arrivals(boards, 8))
+
+
+def peer_rows(t: Target, kind: Kind, num_ranks: int, num_sms: int | None = None) -> Rows:
+    found = rows(t, kind)
+    found.peers, found.num_sms = torch.zeros((4, num_ranks), dtype=torch.int64), num_sms
+    return found
+
+
+def pack_for_peers(t: Target, dst: Kind, num_ranks: int, num_sms: int | None, counting_blocks: int = 0) -> None:
+    from fp4comm.backends import cuda_rows
+
+    token_rows = torch.zeros((64, num_ranks), dtype=torch.int64)
+    send = peer_rows(t, dst, num_ranks, num_sms)
+    send.counting_blocks = counting_blocks
+    layout = cpu.row_layout(dst, HIDDEN, 8)
+    for capacity in (None, 64) if num_sms is None and not counting_blocks else (None,):
+        meta = cuda_rows.Meta(layout, torch.zeros((64, 8), dtype=torch.int64), None, 256, token_rows[0], capacity)
+        cuda_rows.pack_tokens(rows(t, Kind.BF16), send, token_rows, meta=meta)
+
+
 @functools.cache
 def recorded() -> tuple[list[Launch], list[Launch]]:
     """One launch of each kind that must be fast; those of all pairs of kinds of rows."""
@@ -115,6 +165,7 @@ def recorded() -> tuple[list[Launch], list[Launch]]:
             if fast:
                 use_columns(target)
                 use_routing(target)
+                use_peers(target)
         found.append(list({(launch.file, launch.constants): launch for launch in recorder.launches}.values()))
         names = {(launch.file, launch.name) for launch in recorder.launches}
         if fast:

@@ -19,17 +19,18 @@ def test_alone(case: Any) -> None:
 
 
 @functools.cache
-def failures_of_two_ranks() -> list[dict[str, str]]:
+def failures_of_two_ranks(transport: str) -> list[dict[str, str]]:
     """One start for all cases."""
-    return run_ranks(cuda_graph_cases.run_all, 2, timeout=120)
+    return run_ranks(cuda_graph_cases.run_all, 2, transport, timeout=120)
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("transport", ["nccl", "peer"])
 @pytest.mark.parametrize("case", cuda_graph_cases.CASES, ids=lambda case: case.__name__)
-def test_over_nccl(case: Any) -> None:
+def test_two_gpus(case: Any, transport: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     if not have_launcher("mpi"):
         pytest.skip("no mpi on this machine")
-    for rank, failures in enumerate(failures_of_two_ranks()):
+    for rank, failures in enumerate(failures_of_two_ranks(transport)):
         assert case.__name__ not in failures, f"rank {rank}: {failures[case.__name__]}"

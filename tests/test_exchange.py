@@ -60,9 +60,11 @@ def test_case_alone_on_a_gpu(case: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.mpi
-def test_two_gpus_give_the_bits_of_a_cpu(launcher: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    processes = run_ranks(exchange_cases.run_cases, 2, True, launcher=launcher, timeout=400)
+@pytest.mark.parametrize("transport, num_ranks", [("nccl", 2), ("peer", 2), ("peer", 3)])
+def test_gpus_give_the_bits_of_a_cpu(launcher: str, transport: str, num_ranks: int) -> None:
+    """Three ranks share two GPUs, or one, which do the work of one rank at a time."""
+    if transport == "nccl" and torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs")
+    processes = run_ranks(exchange_cases.run_cases, num_ranks, transport, launcher=launcher, timeout=400)
     for case in exchange_cases.CASES:
-        assert [results[case] for results in processes] == on_threads(case, 2), case
+        assert [results[case] for results in processes] == on_threads(case, num_ranks), case

@@ -82,6 +82,25 @@ __device__ inline int64_t load_acquire(const int64_t* address) {
 #endif
 }
 
+__device__ inline uint32_t load_acquire(const uint32_t* address) {
+#if FP4COMM_SM
+    uint32_t value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+#else
+    return __atomic_load_n(address, __ATOMIC_ACQUIRE);
+#endif
+}
+
+// After a fence.
+__device__ inline void add_one(uint32_t* address) {
+#if FP4COMM_SM
+    asm volatile("red.relaxed.sys.global.add.u32 [%0], 1;" ::"l"(address) : "memory");
+#else
+    __atomic_fetch_add(address, 1u, __ATOMIC_SEQ_CST);
+#endif
+}
+
 __device__ inline void fence_system() {
 #if FP4COMM_SM
     asm volatile("fence.acq_rel.sys;" ::: "memory");
@@ -107,6 +126,22 @@ __device__ inline void pause() {
     __nanosleep(20);
 #else
     fp4comm_emulator::yield();
+#endif
+}
+
+// ---- kernels of a stream that run at the same time ----
+
+// The next kernel, if it was launched so that it may, starts once all blocks of this one have come here.
+__device__ inline void let_next_kernel_start() {
+#if FP4COMM_SM >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Until the kernel before this one has ended.
+__device__ inline void wait_for_kernel_before() {
+#if FP4COMM_SM >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 

@@ -3,6 +3,7 @@
 // evenly (Parts::kExact) the last chunk may go into the next part, and two warps write the same bytes.
 #pragma once
 
+#include "arrivals.cuh"
 #include "rows_convert.cuh"
 
 namespace fp4comm {
@@ -16,8 +17,19 @@ namespace fp4comm {
 #ifndef PEERS
 #define PEERS 0
 #endif
+#ifndef SIGNAL
+#define SIGNAL 0
+#endif
+#ifndef AWAIT
+#define AWAIT 0
+#endif
 
 constexpr int kThreads = THREADS;
+#if SIGNAL || AWAIT  // room for two blocks of each of the two kernels that run at the same time
+#define ROW_BOUNDS __launch_bounds__(kThreads, 4)
+#else
+#define ROW_BOUNDS __launch_bounds__(kThreads)
+#endif
 constexpr int kMaxUnroll = UNROLL;
 
 // fn(item) for the items of this warp, a few or none. LOOP: the grid is smaller than the work.
@@ -33,7 +45,8 @@ __device__ inline void for_each_item(int64_t num_items, Fn fn) {
 }
 
 // Rows to be written: a piece of memory of our own, or one on each of PEERS ranks. The latter are numbered through, and
-// `table` has the address of a row 0 on each rank, if it had one, and then the first row of each.
+// `table` has four numbers of each rank: the address of row 0 there, if it had one; the first of its rows; the address
+// of its counters of arrivals; what has to be added to a row for its number there. SIGNAL: rows are counted.
 struct Destination {
     Rows rows;  // PEERS: addresses relative to the table's
     const int64_t* table;
@@ -47,13 +60,60 @@ struct Destination {
         return to;
     }
 
-    __device__ Row row(int64_t row) const {
+    // In turn a row of each rank, so that none of the ways is idle for long; -1: that rank has no more.
+    __device__ int64_t row_in_turn(int64_t turn, int64_t num_rows) const {
+#if PEERS
+        const int rank = int(turn % PEERS);
+        const int64_t row = table[PEERS + rank] + turn / PEERS;
+        return row < (rank + 1 < PEERS ? table[PEERS + rank + 1] : num_rows) ? row : -1;
+#else
+        return turn;
+#endif
+    }
+
+    __device__ int rank_of(int64_t row) const {
         int rank = 0;
 #pragma unroll 1
         for (int r = 1; r < PEERS; ++r) rank = table[PEERS + r] <= row ? r : rank;
-        return this->row(row, rank);
+        return rank;
+    }
+
+    __device__ Row row(int64_t row) const { return this->row(row, rank_of(row)); }
+
+    // The warp has written the row. After `end_rows`.
+    __device__ void count(int64_t row, int rank) const {
+        uint32_t* counters = reinterpret_cast<uint32_t*>(table[2 * PEERS + rank]);
+        add_one(counters + (row + table[3 * PEERS + rank]) / kArrivalRows);
     }
 };
+
+// What the lanes of the warp have written is there before what lane 0 counts next.
+__device__ inline void end_rows() {
+    __syncwarp();
+    if (lane_of_warp() == 0) fence_system();
+}
+
+// SIGNAL, AWAIT: kernels that run at the same time. The last block, which starts last, keeps later kernels back until
+// both have ended.
+__device__ inline void begin_kernel() {
+#if SIGNAL
+    let_next_kernel_start();
+#endif
+}
+
+__device__ inline void end_kernel() {
+#if AWAIT
+    if (blockIdx.x == gridDim.x - 1) wait_for_kernel_before();
+#endif
+}
+
+// AWAIT: lane 0 waits for a row, and so does the warp.
+__device__ inline void await_row(const Arrivals* arrivals, int64_t row) {
+#if AWAIT
+    if (lane_of_warp() == 0) arrivals->wait_for(row);
+    __syncwarp();
+#endif
+}
 
 // How the steps of C, of 32 * C::kLane columns, are divided.
 template <typename C>

@@ -71,12 +71,14 @@ struct Capacity {
 
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-    pack_tokens(uint8_t* src_data, int64_t src_stride, uint8_t* src_scales, int64_t src_scales_stride,
-                uint8_t* dst_data, int64_t dst_stride, uint8_t* dst_scales, int64_t dst_scales_stride,
-                int64_t num_tokens, const int64_t* token_rows, int64_t seed, int64_t stream, const void* topk_idx,
-                const float* weights, int64_t experts_per_rank, int64_t weight_offset, int64_t expert_offset,
-                const int64_t* rows_per_rank, int64_t rows_per_rank_stride, int64_t rows_stride, const int64_t* peers) {
+extern "C" __global__ void ROW_BOUNDS pack_tokens(uint8_t* src_data, int64_t src_stride, uint8_t* src_scales,
+                                                  int64_t src_scales_stride, uint8_t* dst_data, int64_t dst_stride,
+                                                  uint8_t* dst_scales, int64_t dst_scales_stride, int64_t num_tokens,
+                                                  const int64_t* token_rows, int64_t seed, int64_t stream,
+                                                  const void* topk_idx, const float* weights, int64_t experts_per_rank,
+                                                  int64_t weight_offset, int64_t expert_offset,
+                                                  const int64_t* rows_per_rank, int64_t rows_per_rank_stride,
+                                                  int64_t rows_stride, const int64_t* peers) {
     const Rows src = {kSrc, src_data, src_stride, src_scales, src_scales_stride};
     const Destination dst = {{kDst, dst_data, dst_stride, dst_scales, dst_scales_stride}, peers};
     const int64_t num_token_items = num_tokens * ROW_PARTS;
@@ -90,6 +92,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #else
     const int64_t num_items = num_token_items;
 #endif
+    begin_kernel();
     for_each_item(num_items, [&](int64_t item) {
 #if META && CAPACITY
         if (item >= num_token_items) return capacity.write_unused((item - num_token_items) * kWarp, meta);
@@ -104,5 +107,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         }
 #endif
         spread_row(src, dst, token, part, targets, {uint64_t(seed), uint32_t(stream)});
+#if SIGNAL
+        end_rows();
+        targets.for_each([&](int64_t row, int rank) {
+            if (lane_of_warp() == 0) dst.count(row, rank);
+        });
+#endif
     });
 }

@@ -111,13 +111,14 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     sum_rows(uint8_t* src_data, int64_t src_stride, uint8_t* src_scales, int64_t src_scales_stride, uint8_t* dst_data,
              int64_t dst_stride, uint8_t* dst_scales, int64_t dst_scales_stride, int64_t num_rows,
              const int64_t* src_row, const float* weights, const int64_t* dst_row, int64_t seed, int64_t stream,
-             const int64_t* peers) {
+             const int64_t* peers, int64_t num_turns) {
     const Rows src = {kSrc, src_data, src_stride, src_scales, src_scales_stride};
     const Destination dst = {{kDst, dst_data, dst_stride, dst_scales, dst_scales_stride}, peers};
     const Encoding encoding = {uint64_t(seed), uint32_t(stream)};
     constexpr int kSteps = Parts<C>::kUnroll;
-    for_each_item(num_rows * ROW_PARTS, [&](int64_t item) {
-        const int64_t i = item / ROW_PARTS;
+    for_each_item(num_turns * ROW_PARTS, [&](int64_t item) {
+        const int64_t i = dst.row_in_turn(item / ROW_PARTS, num_rows);
+        if (PEERS && i < 0) return;
         Terms terms(src, src_row, weights, i * NUM_TERMS);
         if (PEERS && kBatches == 1 && terms.present == 0) return;
         const Row to = dst.row(dst_row ? dst_row[i] : i);

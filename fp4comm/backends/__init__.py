@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..errors import InvalidArgument, NotAvailable
 from . import cpu
-from .rows import BufferRows, PeerRows, Rows
+from .rows import Arrivals, BufferRows, PeerRows, Rows
 
-__all__ = ["BufferRows", "PeerRows", "Rows", "backend_for", "raise_deferred"]
+__all__ = ["Arrivals", "BufferRows", "PeerRows", "Rows", "backend_for", "raise_deferred"]
 
 
 _cuda: ModuleType | None = None  # once it has been imported

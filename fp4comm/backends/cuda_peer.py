@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from torch import Tensor
 
 from . import cuda_compile
-from .rows import PeerRows
+from .rows import Arrivals, PeerRows
 
 NUM_SLOTS = 2
 MAIL_NUMBERS = 2048
+NUM_COUNTERS = 4096
+ROWS_PER_COUNTER = 64
 _THREADS = 256
 
 
 def board_bytes(num_ranks: int) -> int:
     """Size of the board of a rank, see `peer.cu`."""
-    return 8 * num_ranks * (1 + 2 * MAIL_NUMBERS)
+    return counters_offset(num_ranks, NUM_SLOTS)
+
+
+def counters_offset(num_ranks: int, slot: int) -> int:
+    """Where the counters of a slot are on a board."""
+    return 8 * num_ranks * (1 + 2 * MAIL_NUMBERS) + 4 * slot * NUM_COUNTERS
 
 
 def state_numbers(num_ranks: int) -> tuple[int, int]:
     """How many int64 the state of a rank has, on its device, and the report of a failure, in host memory."""
-    return 3 + NUM_SLOTS, 2 + num_ranks
+    return 4 + NUM_SLOTS, 2 + num_ranks
 
 
 @dataclass(frozen=True)
@@ -48,13 +56,35 @@ class PeerGroup:
         """Size of the group."""
         return len(self.boards)
 
-    def meet(self) -> None:
-        """Later work on the current stream can read what all ranks have written before they called this."""
-        self._launch("meet", (-1,))
+    def arrivals(self, board: int, slot: int, rows_from_rank: Sequence[int]) -> tuple[list[int], int]:
+        """The facts, and number of turns, of an `Arrivals`.
 
-    def wait_for_slot(self, slot: int) -> None:
-        """Later work on the current stream can write to the slots with that number. `meet` must follow, next."""
+        Args:
+            board: address of the own one.
+            slot: that the rows arrive in.
+            rows_from_rank: how many.
+        """
+        starts = [0, *accumulate(rows_from_rank)]
+        counters = board + counters_offset(self.num_ranks, slot)
+        places = (self.failure.data_ptr(), self.state.data_ptr(), board)
+        facts = [counters, starts[-1], self.timeout_ns, *places, self.num_ranks, *starts]
+        return facts, self.num_ranks * max(rows_from_rank)
+
+    def open_slot(self, slot: int, is_counted: bool = False) -> None:
+        """Later work on the current stream can write to the slots of that number. `meet` must follow, or, if the rows
+        are counted, what waits for them.
+
+        Not needed where the last kernel was one of `exchange_numbers`: until then all ranks have read everything.
+        """
+        self._launch("open_slot", (slot, int(is_counted)))
+
+    def meet(self, slot: int) -> None:
+        """Later work on the current stream can read what all ranks have written to the slots of that number."""
         self._launch("meet", (slot,))
+
+    def await_rows(self, arrivals: Arrivals) -> None:
+        """Later work on the current stream can read all rows that are counted."""
+        cuda_compile.launch("peer.cu", "await_rows", self._constants(), 1, _THREADS, (arrivals.facts.data_ptr(),))
 
     def exchange_numbers(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Row r of up to three int64 matrices side by side goes to rank r; row r of `out` will have come from it.
@@ -85,4 +115,5 @@ class PeerGroup:
         cuda_compile.launch("peer.cu", name, self._constants(), 1, _THREADS, (*group, *args))
 
     def _constants(self) -> dict[str, int]:
-        return {"NUM_RANKS": self.num_ranks, "NUM_SLOTS": NUM_SLOTS, "MAIL_NUMBERS": MAIL_NUMBERS}
+        sizes = {"NUM_SLOTS": NUM_SLOTS, "MAIL_NUMBERS": MAIL_NUMBERS, "NUM_COUNTERS": NUM_COUNTERS}
+        return {"NUM_RANKS": self.num_ranks, **sizes}

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..formats import GROUP_SIZE, Kind, ScaleMode
 from . import cuda_compile
 from .cpu import Options, RowLayout, options
-from .rows import BITS, Rows
+from .rows import BITS, PeerRows, Rows
 
 __all__ = ["Meta", "Options", "convert_rows", "dot_rows", "expand_rows", "options", "pack_tokens", "sum_rows"]
 
@@ -71,8 +71,15 @@ def convert_rows(
     src = _aligned(src)
     constants = _constants(src, dst, options, num_rows)
     maps = (_pointer(src_row), _pointer(dst_row))
-    args = (*src.address, *dst.address, num_rows, *maps, *_random(options), _pointer(dst.peers))
-    _launch("convert_rows", "rows_convert.cu", constants, num_rows * constants["ROW_PARTS"], args, _num_sms(src, dst))
+    if src.arrivals is not None:
+        assert src_row is None
+        assert num_rows == len(src)
+    num_turns = dst.num_turns if isinstance(dst, PeerRows) else num_rows
+    if src.arrivals is not None:
+        num_turns = src.arrivals.num_turns
+    others = (_pointer(dst.peers), _arrivals_pointer(src))
+    args = (*src.address, *dst.address, num_rows, *maps, *_random(options), *others, num_turns)
+    _launch("convert_rows", "rows_convert.cu", constants, num_turns * constants["ROW_PARTS"], args, src, dst)
 
 
 def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEFAULT, meta: Meta | None = None) -> None:
@@ -117,7 +124,7 @@ def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEF
             capacity,
         )
     args = (*x.address, *send.address, num_tokens, _pointer(token_rows), *_random(options), *choices)
-    _launch("pack_tokens", "rows_pack.cu", constants, num_items, (*args, _pointer(send.peers)), _num_sms(x, send))
+    _launch("pack_tokens", "rows_pack.cu", constants, num_items, (*args, _pointer(send.peers)), x, send)
 
 
 def expand_rows(
@@ -140,10 +147,13 @@ def expand_rows(
     src = _aligned(src)
     constants = _constants(src, out, options, num_src, through_floats=weights is not None)
     constants |= {"NUM_TARGETS": slot_rows.shape[1], "WEIGHTED": int(weights is not None)}
-    pointers = (_pointer(source_rows), _pointer(weights, torch.float32))
+    if src.arrivals is not None:
+        assert num_src == len(src)
+        num_src = src.arrivals.num_turns
+    pointers = (_pointer(source_rows), _pointer(weights, torch.float32), _arrivals_pointer(src))
     args = (*src.address, *out.address, num_src, _pointer(slot_rows), *_random(options), num_out, *pointers)
     num_items = num_src * constants["ROW_PARTS"] + -(-num_out // 32)
-    _launch("expand_rows", "rows_expand.cu", constants, num_items, args, _num_sms(src, out))
+    _launch("expand_rows", "rows_expand.cu", constants, num_items, args, src, out)
     return None
 
 
@@ -157,6 +167,7 @@ def sum_rows(
 ) -> None:
     """See `cpu.sum_rows`."""
     num_rows, num_terms = src_row.shape
+    assert src.arrivals is None
     assert weights is None or weights.shape == src_row.shape
     if num_terms == 0:
         return convert_rows(src, dst, src_row.new_full((num_rows,), -1), dst_row, options)
@@ -168,8 +179,9 @@ def sum_rows(
         "UNROLL": max(1, min(4, _SUM_BYTES // (BITS[src.kind] * min(num_terms, 8)))),  # 8 numbers a lane
     }
     maps = (_pointer(src_row), _pointer(weights, torch.float32), _pointer(dst_row))
-    args = (*src.address, *dst.address, num_rows, *maps, *_random(options), _pointer(dst.peers))
-    _launch("sum_rows", "rows_sum.cu", constants, num_rows * constants["ROW_PARTS"], args, _num_sms(src, dst))
+    num_turns = dst.num_turns if isinstance(dst, PeerRows) else num_rows
+    args = (*src.address, *dst.address, num_rows, *maps, *_random(options), _pointer(dst.peers), num_turns)
+    _launch("sum_rows", "rows_sum.cu", constants, num_turns * constants["ROW_PARTS"], args, src, dst)
     return None
 
 
@@ -189,19 +201,34 @@ def dot_rows(
 
 
 def _launch(
-    name: str, file: str, constants: dict[str, int], num_items: int, args: tuple[int, ...], num_sms: int | None
+    name: str, file: str, constants: dict[str, int], num_items: int, args: tuple[int, ...], src: Rows, dst: Rows
 ) -> None:
-    """One warp per item; with num_sms one block per multiprocessor, which the device spreads that way, and a loop."""
+    """One warp per item, or, where not all of the device is to be taken, a loop.
+
+    A limited number of multiprocessors gets a block each, which is how the device spreads them. Rows that are counted
+    as they are written leave room for the blocks of the kernel that reads what others write meanwhile.
+    """
     grid, threads = -(-num_items // _WARPS), _THREADS
+    num_sms = src.num_sms if dst.num_sms is None else dst.num_sms
     if num_sms is not None:
         threads = _LOOP_THREADS
-        constants = constants | {"LOOP": 1, "THREADS": threads}
         grid = min(-(-num_items * 32 // threads), num_sms)
-    cuda_compile.launch(file, name, constants, grid, threads, args)
+    elif dst.counting_blocks:
+        grid = min(grid, dst.counting_blocks * _num_multiprocessors())
+    if num_sms is not None or dst.counting_blocks:
+        constants = constants | {"LOOP": 1, "THREADS": threads}
+    cuda_compile.launch(file, name, constants, grid, threads, args, early=src.arrivals is not None)
 
 
-def _num_sms(*rows: Rows) -> int | None:
-    return next((part.num_sms for part in rows if part.num_sms is not None), None)
+@functools.cache
+def _num_multiprocessors() -> int:
+    if not torch.cuda.is_available():  # as kernels run in tests
+        return 2
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def _arrivals_pointer(src: Rows) -> int:
+    return 0 if src.arrivals is None else src.arrivals.facts.data_ptr()
 
 
 def _constants(src: Rows, dst: Rows, options: Options, num_rows: int, through_floats: bool = False) -> dict[str, int]:
@@ -215,6 +242,10 @@ def _constants(src: Rows, dst: Rows, options: Options, num_rows: int, through_fl
     assert src.hidden == dst.hidden
     assert _is_aligned(dst), "destinations are allocated with aligned rows"
     peers = {} if dst.peers is None else {"PEERS": dst.peers.shape[1]}
+    if dst.counting_blocks:
+        peers["SIGNAL"] = 1
+    if src.arrivals is not None:
+        peers["AWAIT"] = 1
     words = src.kind == Kind.MXFP4 and src.hidden % GROUP_SIZE == 0 and (src.address[2] | src.address[3]) % 4 == 0
     return peers | dict(
         _macros(
@@ -225,7 +256,7 @@ def _constants(src: Rows, dst: Rows, options: Options, num_rows: int, through_fl
             bool(options.rounding),
             options.hadamard,
             words,
-            num_rows >= _FEW_ROWS,
+            num_rows >= _FEW_ROWS or dst.counting_blocks > 0,  # a row is counted once
             through_floats,
         )
     )
@@ -267,6 +298,7 @@ def _aligned(rows: Rows) -> Rows:
     """The rows, in fresh memory if theirs is not aligned as the kernels want it."""
     if _is_aligned(rows):
         return rows
+    assert rows.arrivals is None, "slots have aligned rows"
     scales = None if rows.scales is None else rows.scales.clone(memory_format=torch.contiguous_format)
     return Rows(rows.kind, rows.data.clone(memory_format=torch.contiguous_format), scales)
 

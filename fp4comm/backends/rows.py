@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +18,19 @@ _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16, torch.float16: Kin
 Address = tuple[int, int, int, int]
 
 
+@dataclass(frozen=True, eq=False)
+class Arrivals:
+    """What kernels must know to wait for rows from other ranks one by one, see `csrc/cuda/arrivals.cuh`.
+
+    Attributes:
+        facts: int64, on the device.
+        num_turns: if each rank has a row read in turn, how many there are, with those of ranks that have no more.
+    """
+
+    facts: Tensor
+    num_turns: int
+
+
 class Rows:
     """Rows of numbers of one kind; the dtypes of the tensors do not matter, only their bytes. Not to be changed.
 
@@ -28,6 +42,11 @@ class Rows:
 
     peers: Tensor | None = None
     """Where they are in the memory of other ranks, see `PeerRows`; None = in our own."""
+    counting_blocks: int = 0
+    """So many blocks per multiprocessor write them and count them on their ranks, where they can be read while others
+    are on their way; 0 = they are not counted."""
+    arrivals: Arrivals | None = None
+    """How to wait for rows that are on their way; None = all are here."""
     num_sms: int | None = None
     """Multiprocessors of a GPU that may be taken to read or write them; None = all."""
 
@@ -62,11 +81,18 @@ class BufferRows(Rows):
         kind: of the numbers.
         buffer: uint8 `[num_rows, row_bytes]`, contiguous.
         layout: a `RowLayout`.
-        num_sms: see `Rows`.
+        num_sms, arrivals: see `Rows`.
     """
 
-    def __init__(self, kind: Kind, buffer: Tensor, layout: Any, num_sms: int | None = None) -> None:
-        self.kind, self.num_sms = kind, num_sms
+    def __init__(
+        self,
+        kind: Kind,
+        buffer: Tensor,
+        layout: Any,
+        num_sms: int | None = None,
+        arrivals: Arrivals | None = None,
+    ) -> None:
+        self.kind, self.num_sms, self.arrivals = kind, num_sms, arrivals
         self.hidden = layout.data_bytes * 8 // BITS[kind]
         self._buffer, self._layout = buffer, layout
 
@@ -100,12 +126,23 @@ class PeerRows(Rows):
         kind: of the numbers.
         num_rows: on all ranks together; they are numbered through.
         layout: a `RowLayout`.
-        table: int64 `[2, num_ranks]`: the address of row 0 on each rank, if it were there, and the first row of each.
-        num_sms: see `Rows`.
+        table: int64 `[4, num_ranks]` on the device.
+        num_turns: as in `Arrivals`.
+        num_sms, counting_blocks: see `Rows`.
     """
 
-    def __init__(self, kind: Kind, num_rows: int, layout: Any, table: Tensor, num_sms: int | None = None) -> None:
-        self.kind, self.num_sms, self.peers = kind, num_sms, table
+    def __init__(
+        self,
+        kind: Kind,
+        num_rows: int,
+        layout: Any,
+        table: Tensor,
+        num_turns: int,
+        num_sms: int | None = None,
+        counting_blocks: int = 0,
+    ) -> None:
+        self.kind, self.num_sms, self.peers, self.counting_blocks = kind, num_sms, table, counting_blocks
+        self.num_turns = num_turns
         self.hidden = layout.data_bytes * 8 // BITS[kind]
         self._num_rows = num_rows
         self.address = 0, layout.row_bytes, layout.scale_offset if layout.scale_bytes else 0, layout.row_bytes

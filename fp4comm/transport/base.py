@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..backends.rows import PeerRows
+from ..backends.rows import Arrivals, PeerRows
 from ..errors import ClosedError, Fp4CommError, TransportError
 from ..memory import empty
 
@@ -37,16 +37,21 @@ class Window:
 
     Attributes:
         slot: number of the memory that they arrive in, on all ranks.
-        table: int64 `[2, num_ranks]` on the device: per rank the address there of row 0 of all that are sent, if it
-            went to that rank too, and the number of the first row that does go there.
+        table: int64 `[4, num_ranks]` on the device, see `Destination` of `csrc/cuda/rows.cuh`.
         num_rows: that are sent, to all ranks together.
+        num_turns: if a row of each rank is sent in turn, how many, with those of ranks that have no more.
         buffer: uint8 `[rows that arrive, row_bytes]`, ordered by source rank.
+        arrivals: how to wait for them one by one.
+        counting_blocks: see `Rows`; 0 = they will be waited for by `meet`.
     """
 
     slot: int
     table: Tensor
     num_rows: int
+    num_turns: int
     buffer: Tensor
+    arrivals: Arrivals
+    counting_blocks: int = 0
 
 
 class Transport(ABC):
@@ -136,17 +141,31 @@ class Transport(ABC):
         """Whether rows are written to their ranks by the kernels that make them."""
         return False
 
-    def open_window(self, rows_of_all: RowMatrix, row_bytes: int) -> Window:
-        """Work that is enqueued next may write rows to their ranks; `meet` must follow before anything else.
+    def open_window(
+        self, rows_of_all: RowMatrix, row_bytes: int, just_met: bool = False, counting_blocks: int = 0
+    ) -> Window:
+        """Work that is enqueued next may write rows to their ranks; then must follow, before anything else, `meet`, or,
+        if the window is counted, `arrivals`.
 
         Args:
             rows_of_all: rows from each rank (first index) to each.
             row_bytes: of a row.
+            just_met: the last call here was of `begin_all_to_all`, with its wait, so that ranks need no other.
+            counting_blocks: see `Rows`. Above 0 rows may be counted: all are written by one kernel, and one kernel
+                is the first to read them. Whether they are depends on their number.
         """
         raise NotImplementedError
 
-    def meet(self) -> None:
+    def meet(self, window: Window) -> None:
         """All rows written to the window by all ranks are there for what is enqueued next."""
+        raise NotImplementedError
+
+    def arrivals(self, window: Window) -> Arrivals:
+        """What the kernel that is enqueued next can wait for the window's rows with."""
+        raise NotImplementedError
+
+    def await_rows(self, arrivals: Arrivals) -> None:
+        """All of them are there for what is enqueued next."""
         raise NotImplementedError
 
     def lease(self, window: Window) -> Callable[[], bool]:

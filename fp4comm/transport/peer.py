@@ -2,20 +2,22 @@
 
 Every rank has NUM_SLOTS slots that rows arrive in. An exchange is: `open_window`, after which kernels may write to a
 slot of every rank; the kernels, which write; `meet`, after which all rows are there. Exchanges take the slots in
-turn, so that a rank that is ahead can write while others still read what came before. All that keeps ranks apart in time is on
-the devices (`csrc/cuda/peer.cu`), so a CUDA graph can hold any number of exchanges and be replayed.
+turn, so that a rank that is ahead can write while others still read what came before. All that keeps ranks apart in
+time is on the devices (`csrc/cuda/peer.cu`), so a CUDA graph can hold any number of exchanges and be replayed.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from ..backends.rows import PeerRows
+from ..backends.rows import Arrivals, PeerRows
 from ..errors import InvalidArgument, NotAvailable, TransportError
 from .base import RowMatrix, Transport, Window, wait_on_host
 from .shared_memory import SharedBlock, copy_bytes, current_gpu
@@ -23,7 +25,9 @@ from .shared_memory import SharedBlock, copy_bytes, current_gpu
 _FIRST_IN_GRAPH = "a CUDA graph captures the first exchange of this size; make the same calls once before capturing"
 _ALIGNMENT = 512
 _CLOSE_SECS = 10.0
+_LONGEST_SECS = 1e8  # in nanoseconds an int64
 _MAX_WINDOWS = 256
+_MIN_COUNTED_ROWS = 4096
 
 
 class PeerTransport(Transport):
@@ -44,8 +48,8 @@ class PeerTransport(Transport):
 
     def __init__(self, control: Transport, timeout_secs: float, max_buffer_bytes: int) -> None:
         super().__init__(control.rank, control.num_ranks, timeout_secs)
-        _check_machine(control)
-        from ..backends import cuda_peer  # here, since CuPy is optional
+        _check_ranks(control)
+        from ..backends import cuda_peer
 
         self._cuda_peer = cuda_peer
         self.device: torch.device = current_gpu()
@@ -61,12 +65,12 @@ class PeerTransport(Transport):
             self.rank,
             torch.zeros(num_state, dtype=torch.int64, device=self.device),
             self._failure,
-            int(timeout_secs * 1e9),
+            int(min(timeout_secs, _LONGEST_SECS) * 1e9),
         )
         self._slots: SharedBlock | None = None
         self._slot_bytes = 0
         self._next_slot = 0
-        self._uses = [0] * cuda_peer.NUM_SLOTS
+        self._num_signals = 0  # so far, and times that the slots were replaced
         self._windows: dict[tuple[RowMatrix, int, int], Window] = {}
         self._kept: list[object] = []  # what captured graphs use
         self._last_stream: torch.cuda.Stream | None = None
@@ -77,7 +81,7 @@ class PeerTransport(Transport):
     @property
     def buffer_bytes(self) -> int:
         """Bytes of the slots of this rank."""
-        return len(self._uses) * self._slot_bytes
+        return self._cuda_peer.NUM_SLOTS * self._slot_bytes
 
     def describe(self) -> str:
         """With the size of the slots."""
@@ -90,7 +94,9 @@ class PeerTransport(Transport):
     def has_windows(self) -> bool:
         return self.num_ranks > 1
 
-    def open_window(self, rows_of_all: RowMatrix, row_bytes: int) -> Window:
+    def open_window(
+        self, rows_of_all: RowMatrix, row_bytes: int, just_met: bool = False, counting_blocks: int = 0
+    ) -> Window:
         """See `Transport`.
 
         Raises:
@@ -108,19 +114,35 @@ class PeerTransport(Transport):
         self._follow_last_stream()
         if _is_capturing():
             self._kept.append((window, self._slots))
-        self._next_slot = (slot + 1) % len(self._uses)
-        self._uses[slot] += 1
+        self._next_slot = (slot + 1) % self._cuda_peer.NUM_SLOTS
+        self._num_signals += 1
         self._is_open = True
-        self._group.wait_for_slot(slot)
-        return window
+        if just_met:
+            return window
+        if not self._is_worth_counting(rows_of_all):
+            counting_blocks = 0
+        self._group.open_slot(slot, counting_blocks > 0)
+        return replace(window, counting_blocks=counting_blocks)
 
-    def meet(self) -> None:
-        self._group.meet()
+    def _is_worth_counting(self, rows_of_all: RowMatrix) -> bool:
+        """Whether reading rows while others arrive gains more than counting them costs; alike on all ranks."""
+        most = max(sum(row[rank] for row in rows_of_all) for rank in range(self.num_ranks))
+        return _MIN_COUNTED_ROWS <= most <= self._cuda_peer.NUM_COUNTERS * self._cuda_peer.ROWS_PER_COUNTER
+
+    def meet(self, window: Window) -> None:
+        self._group.meet(window.slot)
         self._is_open = False
 
+    def arrivals(self, window: Window) -> Arrivals:
+        self._is_open = False
+        return window.arrivals
+
+    def await_rows(self, arrivals: Arrivals) -> None:
+        self._group.await_rows(arrivals)
+
     def lease(self, window: Window) -> Callable[[], bool]:
-        use = self._uses[window.slot]
-        return lambda: self._uses[window.slot] == use
+        count = self._num_signals  # once this rank signals again, others may write there
+        return lambda: self._num_signals == count and not self._is_closed
 
     def put_slots(self, values: Tensor, rows: PeerRows, weight_offset: int) -> None:
         self._group.put_slots(values, rows, weight_offset)
@@ -135,25 +157,41 @@ class PeerTransport(Transport):
             self._windows.clear()
         *starts, num_rows = 0, *accumulate(rows_of_all[self.rank])
         places = [sum(row[rank] for row in rows_of_all[: self.rank]) for rank in range(self.num_ranks)]
-        num_arriving = sum(row[self.rank] for row in rows_of_all)
-        for slot in range(len(self._uses)):
+        rows_from_rank = [row[self.rank] for row in rows_of_all]
+        num_arriving = sum(rows_from_rank)
+        for slot in range(self._cuda_peer.NUM_SLOTS):
             offset = slot * self._slot_bytes
             bases = [
                 address + offset + (place - start) * row_bytes
                 for address, place, start in zip(self._slots.addresses, places, starts, strict=True)
             ]
-            table = torch.tensor([bases, starts], dtype=torch.int64, device="cpu", pin_memory=_can_pin())
+            counters = [
+                address + self._cuda_peer.counters_offset(self.num_ranks, slot) for address in self._board.addresses
+            ]
+            shifts = [place - start for place, start in zip(places, starts, strict=True)]
+            facts, num_turns = self._group.arrivals(self._board.addresses[self.rank], slot, rows_from_rank)
+            on_device = self._to_device([*bases, *starts, *counters, *shifts, *facts])
+            num = 4 * self.num_ranks
             memory = self._slots.own.tensor[offset : offset + num_arriving * row_bytes]
             self._windows[rows_of_all, row_bytes, slot] = Window(
-                slot, table.to(self.device, non_blocking=True), num_rows, memory.view(num_arriving, row_bytes)
+                slot,
+                on_device[:num].view(4, -1),
+                num_rows,
+                self.num_ranks * max(rows_of_all[self.rank]),
+                memory.view(num_arriving, row_bytes),
+                Arrivals(on_device[num:], num_turns),
             )
+
+    def _to_device(self, numbers: Sequence[int]) -> Tensor:
+        on_host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=_can_pin())
+        return on_host.to(self.device, non_blocking=True)
 
     def _reserve(self, rows_of_all: RowMatrix, row_bytes: int) -> None:
         """Slots for that exchange; all ranks come to the same conclusion."""
         most = max(sum(row[rank] for row in rows_of_all) for rank in range(self.num_ranks)) * row_bytes
-        if most <= self._slot_bytes:
+        if self._slots is not None and most <= self._slot_bytes:
             return
-        num_slots = len(self._uses)
+        num_slots = self._cuda_peer.NUM_SLOTS
         if most * num_slots > self.max_buffer_bytes:
             raise InvalidArgument(
                 f"max_buffer_bytes is {self.max_buffer_bytes}; accepted: at least {most * num_slots} for this "
@@ -162,14 +200,17 @@ class PeerTransport(Transport):
         if _is_capturing():
             raise InvalidArgument(_FIRST_IN_GRAPH)
         size = min(most * 9 // 8, self.max_buffer_bytes // num_slots) // _ALIGNMENT * _ALIGNMENT
-        size = max(size, -(-most // _ALIGNMENT) * _ALIGNMENT)
+        size = max(size, -(-most // _ALIGNMENT) * _ALIGNMENT, _ALIGNMENT)
         torch.cuda.synchronize(self.device)
         slots = SharedBlock(size * num_slots, self.device, self._control)  # all have come here: all have read
         if self._slots is not None and not any(kept[1] is self._slots for kept in self._kept):  # type: ignore[index]
             self._slots.close()
         self._slots, self._slot_bytes = slots, size
+        known = {(key[0], key[1]) for key in self._windows}  # a graph may be captured next, where none can be made
         self._windows.clear()
-        self._uses = [use + 1 for use in self._uses]
+        for exchange in known:
+            self._make_windows(*exchange)
+        self._num_signals += 1
 
     # ---- numbers and messages ----
 
@@ -182,6 +223,7 @@ class PeerTransport(Transport):
         self._follow_last_stream()
         reachable = [part if part.device.type == "cuda" else _pinned(part) for part in parts]
         received = torch.empty((self.num_ranks, width), dtype=torch.int64, device="cpu", pin_memory=_can_pin())
+        self._num_signals += 1
         self._group.exchange_numbers(reachable, received)
         done = None if self.device.type == "cpu" else torch.cuda.Event()
         if done is not None:
@@ -202,12 +244,12 @@ class PeerTransport(Transport):
         sizes = torch.tensor([len(message.view(-1)) for message in outgoing], device="cpu", dtype=torch.int64)
         gathered = self.begin_all_to_all([sizes.expand(self.num_ranks, -1)])().tolist()
         rows_of_all = tuple(tuple(row) for row in gathered)
-        window = self.open_window(rows_of_all, 1)
-        bases, starts = window.table.tolist()
+        window = self.open_window(rows_of_all, 1, just_met=True)
+        bases, starts, *_ = window.table.tolist()
         for message, base, start in zip(outgoing, bases, starts, strict=True):
             if message.numel():
                 copy_bytes(base + start, message.data_ptr(), message.numel())
-        self.meet()
+        self.meet(window)
         arrived = window.buffer.view(-1).split([len(message.view(-1)) for message in incoming])
         for target, source in zip(incoming, arrived, strict=True):
             target.view(-1).copy_(source)
@@ -243,8 +285,8 @@ class PeerTransport(Transport):
         if self._is_closed:
             return
         self._is_closed = True
-        was_usable = not self._unusable
         torch.cuda.synchronize(self.device)
+        was_usable = not self._unusable and not self._failure_words[0]
         super().close()
         self._control.timeout_secs = min(self._control.timeout_secs, _CLOSE_SECS)
         for block in (self._slots, self._board):
@@ -257,10 +299,24 @@ class PeerTransport(Transport):
         self._control.close()
 
 
-def _check_machine(control: Transport) -> None:
-    machines = control.all_gather_bytes(socket.gethostname().encode())
-    if len(set(machines)) > 1:
-        raise NotAvailable(f"transport 'peer' is for one machine; the ranks are on {len(set(machines))}")
+def _check_ranks(control: Transport) -> None:
+    """All ranks are on one machine, and have what is needed."""
+    problem = ""
+    try:
+        from ..backends import cuda_peer  # noqa: F401  here, since CuPy is optional
+
+        current_gpu()
+    except Exception as error:  # the others must not wait for this rank
+        problem = f"{type(error).__name__}: {error}"
+    found = [
+        json.loads(text) for text in control.all_gather_bytes(json.dumps([socket.gethostname(), problem]).encode())
+    ]
+    problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
+    if problems:
+        raise NotAvailable(f"transport 'peer' can't be used: {'; '.join(problems)}")
+    machines = {machine for machine, _ in found}
+    if len(machines) > 1:
+        raise NotAvailable(f"transport 'peer' is for one machine; the ranks are on {len(machines)}")
 
 
 def _is_capturing() -> bool:
@@ -272,4 +328,4 @@ def _can_pin() -> bool:
 
 
 def _pinned(part: Tensor) -> Tensor:
-    return part.pin_memory() if _can_pin() else part
+    return part.contiguous().pin_memory() if _can_pin() else part

@@ -1,6 +1,7 @@
 // The part of the emulator that does not depend on the kernel: fibres, their scheduler, and what ends a launch.
 #include "emulator.h"
 
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -28,8 +29,8 @@ constexpr int kSharedPattern = 0xc5;
 
 const char* name_of(Op op) {
     static const char* const names[] = {
-        "nothing",    "__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count",
-        "__syncwarp", "a shuffle",     "a vote",           "__match_any_sync",  "a warp reduction"};
+        "nothing",    "a pause",   "__syncthreads", "__syncthreads_or", "__syncthreads_and", "__syncthreads_count",
+        "__syncwarp", "a shuffle", "a vote",        "__match_any_sync", "a warp reduction"};
     return names[int(op)];
 }
 
@@ -221,6 +222,20 @@ bool run_warp(int warp) {
     return true;
 }
 
+// All warps have stopped: lets those threads go on that pause, once other processes had their turn. False if there are
+// none.
+bool resume_paused() {
+    bool any = false;
+    for (int thread = 0; thread < machine.num_threads; ++thread) {
+        Fibre& fibre = machine.fibres[thread];
+        if (fibre.op != Op::kPause) continue;
+        fibre.op = Op::kNone;
+        any = true;
+    }
+    if (any) sched_yield();
+    return any;
+}
+
 // All warps have stopped: lets the threads at the barrier go on. False at the end of the block and after an error.
 bool release_barrier() {
     int waiting = -1;
@@ -308,7 +323,7 @@ void run_block(int num_threads) {
         in_some_order(num_warps, [](int warp) {
             if (machine.error.empty()) run_warp(warp);
         });
-    } while (machine.error.empty() && release_barrier());
+    } while (machine.error.empty() && (resume_paused() || release_barrier()));
 }
 
 // The mode of the processor, for the time of a launch.

@@ -1,4 +1,5 @@
-// Runs CUDA kernels on the host, for tests: the threads of a block are fibres that take turns at barriers and shuffles.
+// Runs CUDA kernels on the host, for tests: the threads of a block are fibres that take turns at barriers, shuffles and
+// pauses. Blocks run one after the other, so that one can wait for other processes, but not for another block.
 //
 // Stricter than a device: what is undefined there is an error here (a shuffle or barrier that not all its threads
 // reach, a shuffle from an absent lane, misaligned accesses, indices outside of arrays), shared memory holds a pattern
@@ -9,7 +10,6 @@
 // This file comes before a kernel's source; emulator.cpp is a library of its own.
 #pragma once
 
-#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -34,6 +34,7 @@ constexpr int kLanes = 32;
 // What threads wait for.
 enum class Op {
     kNone,
+    kPause,
     kBarrier,
     kBarrierOr,
     kBarrierAnd,

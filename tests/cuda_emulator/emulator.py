@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -49,7 +50,9 @@ FLAGS = (
 GCC_FLAGS = ("-fno-gnu-unique", "-ftrivial-auto-var-init=pattern")
 
 _torch_empty = torch.empty
-_KERNEL = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\(([^)]*)\)")
+_KERNEL = re.compile(
+    r"__global__\s+void\s+(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*|ROW_BOUNDS\s+)?(\w+)\s*\(([^)]*)\)"
+)
 _ALIGNAS = r"(?P<align{n}>(?:alignas|__align__)\s*\([^)]*\)\s*)?"
 _SHARED = re.compile(
     _ALIGNAS.format(n=1)
@@ -153,12 +156,15 @@ def _cached(name: str, parts: object, make: Callable[[Path], None]) -> Path:
     stem, suffix = name.split(".")
     digest = hashlib.sha256(repr((compiler(), flags(), parts)).encode()).hexdigest()[:24]
     path = folder / f"{stem}-{digest}.{suffix}"
-    if path.exists():
-        path.touch()
-    else:
-        with tempfile.TemporaryDirectory(dir=folder) as work:
-            make(Path(work, "made"))
-            os.replace(Path(work, "made"), path)
+    # ranks need the same at the same time: one of them makes it
+    with Path(folder, f"lock-{digest[:2]}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            path.touch()
+        else:
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                make(Path(work, "made"))
+                os.replace(Path(work, "made"), path)
     return path
 
 
@@ -262,6 +268,7 @@ class Emulator:
         block: int,
         args: tuple[int, ...],
         shared: int = 0,
+        early: bool = False,
     ) -> None:
         """As `cuda_compile.launch`.
 

@@ -76,9 +76,9 @@ inline int64_t nanoseconds() {
     return int64_t(now.tv_sec) * 1000000000 + now.tv_nsec;
 }
 
-// To other processes, whose kernels a kernel may wait for.
+// To the other threads, and then to other processes, whose kernels a kernel may wait for.
 inline void yield() {
-    sched_yield();
+    wait(Op::kPause, __LINE__);
 }
 
 inline uint64_t barrier(Op op, int line, bool value) {

@@ -1,0 +1,157 @@
+"""Transport peer on GPUs: what is its own. Its exchange is tested with all other transports (test_exchange.py)."""
+
+from __future__ import annotations
+
+import functools
+import time
+import traceback
+from typing import Any
+
+import peer_soak
+import pytest
+import torch
+from launch import have_launcher, run_ranks
+
+import fp4comm
+from fp4comm.errors import ClosedError, InvalidArgument, TransportError
+from fp4comm.transport import make_transport
+
+pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
+
+
+def on_own_gpu(group: Any) -> Any:
+    torch.cuda.set_device(group.Get_rank() % torch.cuda.device_count())
+    return group
+
+
+def messages_of_any_size(group: Any) -> None:
+    transport = make_transport(on_own_gpu(group), "peer", 30.0)
+    for sizes in ((0, 0), (1, 3), (0, 5), (1 << 20, 33), (7, 5_000_001)):
+        for device in ("cpu", transport.device):
+            outgoing = [bytes_of(transport.rank, peer, sizes, device) for peer in range(2)]
+            incoming = [torch.zeros_like(bytes_of(peer, transport.rank, sizes, device)) for peer in range(2)]
+            transport.exchange(outgoing, incoming, "dispatch")
+            for peer in range(2):
+                assert torch.equal(incoming[peer], bytes_of(peer, transport.rank, sizes, device))
+    numbers = torch.arange(6).view(2, 3) + 10 * transport.rank
+    finish = transport.begin_all_to_all([numbers, numbers[:, :1].to(transport.device)])
+    expected = [[3 * transport.rank + 10 * peer + n for n in (0, 1, 2, 0)] for peer in range(2)]
+    assert finish().tolist() == expected
+    assert transport.all_gather_bytes(b"x" * transport.rank) == [b"", b"x"]
+    transport.close()
+    with pytest.raises(ClosedError):
+        transport.exchange(outgoing, incoming, "dispatch")
+
+
+def bytes_of(source: int, target: int, sizes: tuple[int, int], device: Any) -> torch.Tensor:
+    """What rank `source` sends to rank `target`: as many bytes as `sizes` has for the sum of the two."""
+    size = sizes[(source + target) % 2]
+    return (torch.arange(size) * 7 + 3 * source + 5 * target).to(torch.uint8).to(device)
+
+
+def tokens(comm: fp4comm.EPCommunicator, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and topk_idx: each to all experts of the first two ranks."""
+    return torch.ones(num, 64, device=comm.device), torch.arange(4, device=comm.device).repeat(num, 1)
+
+
+def rank_that_never_calls(group: Any) -> None:
+    options: dict[str, Any] = {"num_experts": 4, "hidden": 64, "transport": "peer"}
+    with fp4comm.EPCommunicator(on_own_gpu(group), **options) as comm:
+        comm.dispatch(*tokens(comm, 8))  # compiles kernels, one rank faster than the other
+    comm = fp4comm.EPCommunicator(group, timeout_secs=1.0, **options)
+    x, idx = tokens(comm, 8)
+    _, handle = comm.dispatch(x, idx)
+    start = time.monotonic()
+    if comm.rank == 0:
+        comm.dispatch(x, handle=handle)
+        torch.cuda.synchronize()
+        with pytest.raises(TransportError, match=r"waited 1 s for signal \d+ of rank\(s\) \[1\]") as caught:
+            comm.dispatch(x, handle=handle)
+        assert caught.value.ranks == (1,)
+        with pytest.raises(ClosedError, match="can't be used"):
+            comm.dispatch(x, handle=handle)
+        assert time.monotonic() - start < 10
+    group.Barrier()
+    comm.close()
+    assert time.monotonic() - start < 30
+
+
+def slots_grow_to_their_limit(group: Any) -> None:
+    options: dict[str, Any] = {"num_experts": 4, "hidden": 64, "transport": "peer", "max_buffer_bytes": 100_000}
+    with fp4comm.EPCommunicator(on_own_gpu(group), **options) as comm:
+        for num in (1, 100, 3):
+            x, idx = tokens(comm, num)
+            assert torch.equal(comm.combine(*turned(comm.dispatch(x, idx, layout="rank"))), 2 * x)
+        before = repr(comm)
+        assert "peer with 0 MiB of at most 0 MiB of buffers" in before
+        x, idx = tokens(comm, 5000)
+        with pytest.raises(InvalidArgument, match="max_buffer_bytes is 100000; accepted: at least "):
+            comm.dispatch(x, idx)
+        x, idx = tokens(comm, 10)
+        assert torch.equal(comm.combine(*turned(comm.dispatch(x, idx, layout="rank"))), 2 * x)
+
+
+def turned(dispatched: tuple[Any, Any]) -> tuple[torch.Tensor, Any]:
+    """The arguments of the combine of a dispatch, for experts that do nothing."""
+    return dispatched[0].x, dispatched[1]
+
+
+def payload_must_be_asked_for_in_time(group: Any) -> None:
+    with fp4comm.EPCommunicator(on_own_gpu(group), num_experts=4, hidden=64, transport="peer") as comm:
+        x, idx = tokens(comm, 10)
+        received, handle = comm.dispatch(x, idx)
+        payload = received.payload
+        late, _ = comm.dispatch(x, handle=handle)
+        comm.dispatch(x, handle=handle)
+        comm.dispatch(x, handle=handle)
+        assert torch.equal(received.payload.dequantize(), payload.dequantize())
+        with pytest.raises(InvalidArgument, match="payload: its memory may have been used again"):
+            _ = late.payload
+
+
+def auto_takes_it(group: Any) -> None:
+    with fp4comm.EPCommunicator(on_own_gpu(group), num_experts=4, hidden=64) as comm:
+        assert comm.transport == ("peer" if torch.cuda.device_count() > 1 else "mpi")
+
+
+def no_row_is_wrong(group: Any) -> None:
+    wrong, rows = peer_soak.soak(group, 1000)
+    assert wrong == 0
+    assert rows > 50_000
+
+
+CASES = (
+    messages_of_any_size,
+    rank_that_never_calls,
+    slots_grow_to_their_limit,
+    payload_must_be_asked_for_in_time,
+    auto_takes_it,
+    no_row_is_wrong,
+)
+
+
+def run_all(group: Any) -> dict[str, str]:
+    """How each case failed, by name; empty if none has."""
+    failures = {}
+    for case in CASES:
+        try:
+            case(group)
+        except BaseException:
+            failures[case.__name__] = traceback.format_exc()
+        if any(group.allgather(case.__name__ in failures)):
+            break  # the ranks may no longer make the same calls
+    return failures
+
+
+@functools.cache
+def failures_of_two_ranks() -> list[dict[str, str]]:
+    """One start for all cases."""
+    return run_ranks(run_all, 2, timeout=150)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_two_ranks(case: Any) -> None:
+    if not have_launcher("mpi"):
+        pytest.skip("no mpi on this machine")
+    for rank, failures in enumerate(failures_of_two_ranks()):
+        assert case.__name__ not in failures, f"rank {rank}: {failures[case.__name__]}"
