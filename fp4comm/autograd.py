@@ -113,7 +113,7 @@ class Combine(torch.autograd.Function):
             grad_y = empty((routing.num_rows, exchange.hidden), ctx.y_dtype, grad_out.device)
             exchange.unpack("grad_dispatch", arrived, Rows.of(grad_y), routing, recv_topk_weights)
             arrived = arrived.settled
-        arrived = exchange.settle(arrived)
+        arrived = exchange.await_rows(arrived)
         if y is not None:
             grad_weights = exchange.dot("grad_dispatch", Rows.of(y), arrived, routing.source_rows)
         return grad_y, grad_weights, torch.zeros((), device="cpu"), None, None

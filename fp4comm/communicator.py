@@ -146,8 +146,8 @@ class EPCommunicator:
         precision: a `Precision` or the name of a recipe: "fp4" (default), "fp8", "mxfp4", "bf16", "fp32".
         expert_alignment: each expert's rows are padded to a multiple of it (16 and 128 suit FP8 GEMMs).
         num_max_tokens_per_rank: at most so many tokens per rank and dispatch; results then have a fixed shape, and on a
-            GPU the host never waits for the device, so that calls can be captured in a CUDA graph. All messages then
-            have the size of that many rows. None = as many rows as arrive.
+            GPU the host never waits for the device, so that calls can be captured in a CUDA graph. All messages over
+            NCCL then have the size of that many rows. None = as many rows as arrive.
         transport: "auto", "loopback", "mpi", "process_group", "nccl" or "peer". Where every rank has a GPU, "auto"
             takes "peer" if all are on one machine and can map each other's memory, else "nccl".
         check_inputs: compare the arguments of every call over the ranks before anything is sent, so that a bad one
@@ -157,6 +157,7 @@ class EPCommunicator:
         seed: of stochastic rounding and of the Hadamard transform; equal on all ranks.
         timeout_secs: how long to wait for a rank before `TransportError`. None = 300, with "peer" 60.
         num_sms: multiprocessors that a GPU's packing and unpacking may take, for work that runs beside it. None = all.
+            Equal on all ranks.
         max_buffer_bytes: with "peer": at most so many bytes of a GPU for the rows that arrive, in two slots that grow
             to what is needed; an exchange that needs more raises `InvalidArgument` on all ranks.
 
@@ -188,7 +189,7 @@ class EPCommunicator:
         is_on_gpu = self.device is not None and self.device.type == "cuda"
         self.check_inputs = not is_on_gpu if check_inputs is None else check_inputs
         self.expert_alignment, self.num_max_tokens_per_rank = expert_alignment, num_max_tokens_per_rank
-        self._is_closed = False
+        self._is_closed, self._num_sms = False, num_sms
         self.precision = Precision()
         error = None
         try:
@@ -217,6 +218,7 @@ class EPCommunicator:
             "check_inputs": self.check_inputs,
             "seed": seed,
             "max_buffer_bytes": max_buffer_bytes,
+            "num_sms": self._num_sms,
         }
 
     @property
@@ -291,7 +293,9 @@ class EPCommunicator:
 
         Raises:
             InvalidArgument: on all ranks (see `check_inputs`), before anything is sent.
-            TransportError: a rank did not answer in time.
+            NotAvailable: on all ranks: a GPU has no memory left for what arrives (transport "peer").
+            TransportError: a rank did not answer in time; on GPUs, where calls return before that is known, in an
+                earlier call, whose results and those that followed from them are undefined.
         """
         self._check_open()
         facts: dict[str, object] = {}
@@ -431,7 +435,9 @@ class EPCommunicator:
 
         Raises:
             InvalidArgument: on all ranks (see `check_inputs`), before anything is sent.
-            TransportError: a rank did not answer in time.
+            NotAvailable: on all ranks: a GPU has no memory left for what arrives (transport "peer").
+            TransportError: a rank did not answer in time; on GPUs, where calls return before that is known, in an
+                earlier call, whose results and those that followed from them are undefined.
         """
         self._check_open()
         facts: dict[str, object] = {}

@@ -29,6 +29,7 @@ from .transport.base import RowMatrix, Window
 
 # Blocks per multiprocessor that send rows while others expand what arrives, into one row each or into many; on H200.
 _RANK_COUNTING_BLOCKS, _EXPERT_COUNTING_BLOCKS = 2, 1
+_BLOCKS_OF_TWO_KERNELS = 4  # that have room on a multiprocessor, see ROW_BOUNDS of csrc/cuda/rows.cuh
 
 StageHook = Callable[[str], AbstractContextManager[None]]
 
@@ -62,7 +63,7 @@ class WireRows:
         """Data and scales."""
         if self.window is not None:
             window = self.window
-            sizes = (window.table, window.num_turns)
+            sizes = (window.table, window.num_ranks, window.num_turns)
             return PeerRows(self.kind, window.num_rows, self.layout, *sizes, self.num_sms, window.counting_blocks)
         return BufferRows(self.kind, self.buffer, self.layout, self.num_sms, self.arrivals)
 
@@ -217,6 +218,8 @@ class Exchange:
         backend, options = backend_for(arrived.buffer), self._options(leg_name, decode=True)
         with self._stage(leg_name, "unpack"):
             backend.expand_rows(arrived.rows, out, routing.source_rows, routing.slot_rows, weights, options)
+        if arrived.arrivals is not None:
+            self.transport.close_window()
 
     def received_rows(self, arrived: WireRows, routing: Routing, dtype: torch.dtype) -> Tensor:
         """The rows that experts see, as a tensor `[routing.num_rows, hidden]`; received memory itself if it will do."""
@@ -302,10 +305,11 @@ class Exchange:
             send.weights.copy_(slot_values)
         return send
 
-    def settle(self, arrived: WireRows) -> WireRows:
+    def await_rows(self, arrived: WireRows) -> WireRows:
         """Waits for rows that are on their way, if nobody has read them."""
         if arrived.arrivals is not None:
             self.transport.await_rows(arrived.arrivals)
+            self.transport.close_window()
         return arrived.settled
 
     def dot(self, leg_name: str, y: Rows, arrived: WireRows, arrived_row: Tensor) -> Tensor:
@@ -350,7 +354,8 @@ class Exchange:
         assert send.window is not None
         lease, arrivals = self.transport.lease(send.window), None
         if send.window.counting_blocks:
-            arrivals = self.transport.arrivals(send.window)
+            blocks = _BLOCKS_OF_TWO_KERNELS - send.window.counting_blocks
+            arrivals = replace(send.window.arrivals, blocks=blocks, sent=send.rows)
         else:
             self.transport.meet(send.window)
         return replace(send, window=None, lease=lease, arrivals=arrivals)

@@ -81,6 +81,8 @@ def peers_on_the_cpu() -> Iterator[None]:
         peer: {
             "current_gpu": lambda: torch.device("cpu"),
             "copy_bytes": _copy_bytes,
+            "name_of_gpu": lambda device: str(device),
+            "have_atomics": lambda own, others: True,
             "_MIN_COUNTED_ROWS": 8,  # so that tests have exchanges of both kinds
         },
         torch.cuda: {

@@ -20,7 +20,7 @@ from test_cuda_route import received
 from test_cuda_rows import FAST_PAIRS, OPTIONS, PAIRS
 from test_cuda_sums import SUM_PAIRS, Packing
 
-from fp4comm.backends import Arrivals, Rows, cpu
+from fp4comm.backends import Arrivals, PeerRows, Rows, cpu
 from fp4comm.errors import InvalidArgument
 from fp4comm.formats import Kind
 
@@ -111,13 +111,13 @@ def use_peers(t: Target) -> None:
         for dst in (Kind.MXFP4, Kind.BF16):
             pack_for_peers(t, dst, num_ranks, num_sms)
         for src, dst in ((Kind.BF16, Kind.BF16), (Kind.BF16, Kind.MXFP4)):
-            t.backend.convert_rows(rows(t, src), peer_rows(t, dst, num_ranks, num_sms))
-            t.backend.sum_rows(rows(t, src), peer_rows(t, dst, num_ranks, num_sms), terms)
+            t.backend.convert_rows(rows(t, src), peer_rows(dst, num_ranks, num_sms))
+            t.backend.sum_rows(rows(t, src), peer_rows(dst, num_ranks, num_sms), terms)
     for kind in (Kind.MXFP4, Kind.BF16):
         pack_for_peers(t, kind, 2, None, counting_blocks=2)
         for dst in (Kind.FP8, Kind.BF16):
             arriving = rows(t, kind)
-            arriving.arrivals = Arrivals(terms, 128)
+            arriving.arrivals = Arrivals(terms, 128, 2)
             t.backend.convert_rows(arriving, rows(t, dst))
             t.backend.expand_rows(arriving, rows(t, dst), terms[0], terms)
     few = rows(t, Kind.BF16)
@@ -129,22 +129,20 @@ def use_peers(t: Target) -> None:
         group.open_slot(0)
         group.meet(0)
         group.exchange_numbers([numbers], numbers)
-        group.put_slots(torch.zeros(64, 8), peer_rows(t, Kind.BF16, num_ranks), 0)
+        group.put_slots(torch.zeros(64, 8), peer_rows(Kind.BF16, num_ranks), 0)
         group.await_rows(Arrivals(boards, 8))
 
 
-def peer_rows(t: Target, kind: Kind, num_ranks: int, num_sms: int | None = None) -> Rows:
-    found = rows(t, kind)
-    found.peers, found.num_sms = torch.zeros((4, num_ranks), dtype=torch.int64), num_sms
-    return found
+def peer_rows(kind: Kind, num_ranks: int, num_sms: int | None = None, counting_blocks: int = 0) -> PeerRows:
+    table = torch.zeros(4 * num_ranks + 1, dtype=torch.int64)
+    return PeerRows(kind, 64, cpu.row_layout(kind, HIDDEN, 8), table, num_ranks, 64, num_sms, counting_blocks)
 
 
 def pack_for_peers(t: Target, dst: Kind, num_ranks: int, num_sms: int | None, counting_blocks: int = 0) -> None:
     from fp4comm.backends import cuda_rows
 
     token_rows = torch.zeros((64, num_ranks), dtype=torch.int64)
-    send = peer_rows(t, dst, num_ranks, num_sms)
-    send.counting_blocks = counting_blocks
+    send = peer_rows(dst, num_ranks, num_sms, counting_blocks)
     layout = cpu.row_layout(dst, HIDDEN, 8)
     for capacity in (None, 64) if num_sms is None and not counting_blocks else (None,):
         meta = cuda_rows.Meta(layout, torch.zeros((64, 8), dtype=torch.int64), None, 256, token_rows[0], capacity)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
 import time
 import traceback
 from typing import Any
+from unittest import mock
 
 import peer_soak
 import pytest
@@ -14,7 +16,7 @@ from launch import have_launcher, run_ranks
 
 import fp4comm
 from fp4comm.errors import ClosedError, InvalidArgument, TransportError
-from fp4comm.transport import make_transport
+from fp4comm.transport import make_transport, peer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
@@ -120,12 +122,52 @@ def no_row_is_wrong(group: Any) -> None:
     assert rows > 50_000
 
 
+def rows_that_arrive_do_not_spoil_those_that_leave(group: Any) -> None:
+    """Two kernels at the same time: neither may write to memory that was freed after the other had been launched."""
+    options: dict[str, Any] = {"num_experts": 4, "hidden": 1024, "precision": "bf16", "transport": "peer"}
+    with mock.patch.object(peer, "_MIN_COUNTED_ROWS", 1), fp4comm.EPCommunicator(on_own_gpu(group), **options) as comm:
+        num = 3000
+        idx = torch.arange(num, device=comm.device).view(-1, 1) % 4
+        weights = 2.0 ** -(torch.arange(num, device=comm.device).view(-1, 1) % 3).float()
+        received, handle = comm.dispatch(torch.ones(num, 1024, device=comm.device), idx, weights)
+        expected = received.topk_weights.view(-1, 1).expand_as(received.x)
+        for _ in range(30):
+            y = torch.ones_like(received.x).requires_grad_()
+            if comm.rank:
+                torch.cuda._sleep(random.randrange(1_000_000))
+            comm.combine(y, handle).sum().backward()  # autograd's gradient is a view, of which a copy is sent
+            assert torch.equal(y.grad, expected)
+
+
+def two_communicators_at_once(group: Any) -> None:
+    """Kernels that wait leave room for those that others wait for, in whatever order ranks come to them."""
+    options: dict[str, Any] = {"num_experts": 4, "hidden": 1024, "transport": "peer", "timeout_secs": 20.0}
+    comms = [fp4comm.EPCommunicator(on_own_gpu(group), **options) for _ in range(2)]
+    x = torch.randn(8192, 1024, device=comms[0].device)
+    idx = torch.rand(8192, 4, device=x.device).topk(2).indices
+    ways = [(comm, torch.cuda.Stream(), comm.dispatch(x, idx, layout="rank")) for comm in comms]
+    torch.cuda.synchronize()
+    for _ in range(40):
+        order = random.sample(ways, 2)
+        for comm, stream, (first, handle) in order:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(random.randrange(200_000))
+                again, _ = comm.dispatch(x, handle=handle)
+                assert again.x.shape == first.x.shape
+    torch.cuda.synchronize()
+    for comm, _, (first, handle) in ways:
+        assert torch.equal(comm.dispatch(x, handle=handle)[0].x, first.x)
+        comm.close()
+
+
 CASES = (
     messages_of_any_size,
     rank_that_never_calls,
     slots_grow_to_their_limit,
     payload_must_be_asked_for_in_time,
     auto_takes_it,
+    rows_that_arrive_do_not_spoil_those_that_leave,
+    two_communicators_at_once,
     no_row_is_wrong,
 )
 

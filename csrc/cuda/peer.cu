@@ -150,7 +150,7 @@ extern "C" __global__ void exchange_numbers(const int64_t* boards, int64_t rank,
 extern "C" __global__ void put_slots(const float* values, int64_t num_rows, int64_t num_slots, const int64_t* table,
                                      int64_t row_bytes, int64_t weight_offset) {
     const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (i >= num_rows * num_slots) return;
+    if (i >= num_rows * num_slots || *reinterpret_cast<const int64_t*>(table[4 * kRanks]) != 0) return;
     const int64_t row = i / num_slots;
     int rank = 0;
     for (int r = 1; r < kRanks; ++r) rank = table[kRanks + r] <= row ? r : rank;

@@ -46,7 +46,8 @@ __device__ inline void for_each_item(int64_t num_items, Fn fn) {
 
 // Rows to be written: a piece of memory of our own, or one on each of PEERS ranks. The latter are numbered through, and
 // `table` has four numbers of each rank: the address of row 0 there, if it had one; the first of its rows; the address
-// of its counters of arrivals; what has to be added to a row for its number there. SIGNAL: rows are counted.
+// of its counters of arrivals; what has to be added to a row for its number there. Then comes the address of has_failed
+// of PeerState: nothing is written after a failure. SIGNAL: rows are counted.
 struct Destination {
     Rows rows;  // PEERS: addresses relative to the table's
     const int64_t* table;
@@ -58,6 +59,10 @@ struct Destination {
         to.scales += table[rank];
 #endif
         return to;
+    }
+
+    __device__ bool is_lost() const {
+        return PEERS && *reinterpret_cast<const volatile int64_t*>(table[4 * PEERS]) != 0;
     }
 
     // In turn a row of each rank, so that none of the ways is idle for long; -1: that rank has no more.

@@ -16,6 +16,7 @@ extern "C" __global__ void ROW_BOUNDS convert_rows(uint8_t* src_data, int64_t sr
     const Rows src = {kSrc, src_data, src_stride, src_scales, src_scales_stride};
     const Destination dst = {{kDst, dst_data, dst_stride, dst_scales, dst_scales_stride}, peers};
     const Encoding encoding = {uint64_t(seed), uint32_t(stream)};
+    if (dst.is_lost()) return;
     for_each_item(num_turns * ROW_PARTS, [&](int64_t item) {
 #if AWAIT
         const int64_t i = arrivals->row_in_turn(item / ROW_PARTS);

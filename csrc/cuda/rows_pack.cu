@@ -81,6 +81,7 @@ extern "C" __global__ void ROW_BOUNDS pack_tokens(uint8_t* src_data, int64_t src
                                                   int64_t rows_stride, const int64_t* peers) {
     const Rows src = {kSrc, src_data, src_stride, src_scales, src_scales_stride};
     const Destination dst = {{kDst, dst_data, dst_stride, dst_scales, dst_scales_stride}, peers};
+    if (dst.is_lost()) return;
     const int64_t num_token_items = num_tokens * ROW_PARTS;
 #if META
     const MetaRows meta = {dst, weight_offset, expert_offset};

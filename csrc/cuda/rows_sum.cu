@@ -115,6 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     const Rows src = {kSrc, src_data, src_stride, src_scales, src_scales_stride};
     const Destination dst = {{kDst, dst_data, dst_stride, dst_scales, dst_scales_stride}, peers};
     const Encoding encoding = {uint64_t(seed), uint32_t(stream)};
+    if (dst.is_lost()) return;
     constexpr int kSteps = Parts<C>::kUnroll;
     for_each_item(num_turns * ROW_PARTS, [&](int64_t item) {
         const int64_t i = dst.row_in_turn(item / ROW_PARTS, num_rows);

@@ -78,6 +78,11 @@ class PeerGroup:
         """
         self._launch("open_slot", (slot, int(is_counted)))
 
+    @property
+    def has_failed_address(self) -> int:
+        """Of the member of the state with that name."""
+        return self.state.data_ptr() + 2 * self.state.element_size()
+
     def meet(self, slot: int) -> None:
         """Later work on the current stream can read what all ranks have written to the slots of that number."""
         self._launch("meet", (slot,))

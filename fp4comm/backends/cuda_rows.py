@@ -85,6 +85,8 @@ def convert_rows(
 def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEFAULT, meta: Meta | None = None) -> None:
     """Row t of `x`, converted once, goes to the rows `token_rows[t]` of `send` that are not -1, in one launch.
 
+    `send` keeps what is read, since the next kernel may run, and so write, at the same time.
+
     Args:
         x: the tokens; stochastic rounding counts them.
         send: receives them.
@@ -125,6 +127,7 @@ def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEF
         )
     args = (*x.address, *send.address, num_tokens, _pointer(token_rows), *_random(options), *choices)
     _launch("pack_tokens", "rows_pack.cu", constants, num_items, (*args, _pointer(send.peers)), x, send)
+    send.source = x
 
 
 def expand_rows(
@@ -205,17 +208,18 @@ def _launch(
 ) -> None:
     """One warp per item, or, where not all of the device is to be taken, a loop.
 
-    A limited number of multiprocessors gets a block each, which is how the device spreads them. Rows that are counted
-    as they are written leave room for the blocks of the kernel that reads what others write meanwhile.
+    A limited number of multiprocessors gets a block each, which is how the device spreads them. Kernels that count rows
+    and kernels that wait for rows share a device, and a kernel that waits must not keep out those it waits for.
     """
     grid, threads = -(-num_items // _WARPS), _THREADS
     num_sms = src.num_sms if dst.num_sms is None else dst.num_sms
+    blocks = dst.counting_blocks if src.arrivals is None else src.arrivals.blocks
     if num_sms is not None:
         threads = _LOOP_THREADS
         grid = min(-(-num_items * 32 // threads), num_sms)
-    elif dst.counting_blocks:
-        grid = min(grid, dst.counting_blocks * _num_multiprocessors())
-    if num_sms is not None or dst.counting_blocks:
+    elif blocks:
+        grid = min(grid, blocks * _num_multiprocessors())
+    if num_sms is not None or blocks:
         constants = constants | {"LOOP": 1, "THREADS": threads}
     cuda_compile.launch(file, name, constants, grid, threads, args, early=src.arrivals is not None)
 
@@ -241,7 +245,7 @@ def _constants(src: Rows, dst: Rows, options: Options, num_rows: int, through_fl
     """
     assert src.hidden == dst.hidden
     assert _is_aligned(dst), "destinations are allocated with aligned rows"
-    peers = {} if dst.peers is None else {"PEERS": dst.peers.shape[1]}
+    peers = {"PEERS": dst.num_ranks} if isinstance(dst, PeerRows) else {}
     if dst.counting_blocks:
         peers["SIGNAL"] = 1
     if src.arrivals is not None:

@@ -29,6 +29,10 @@ class Arrivals:
 
     facts: Tensor
     num_turns: int
+    blocks: int = 0
+    """Blocks per multiprocessor of the kernel that waits."""
+    sent: object = None
+    """What must not be freed, and its memory written to, before that kernel has been launched."""
 
 
 class Rows:
@@ -47,6 +51,8 @@ class Rows:
     are on their way; 0 = they are not counted."""
     arrivals: Arrivals | None = None
     """How to wait for rows that are on their way; None = all are here."""
+    source: Rows | None = None
+    """What they were made of."""
     num_sms: int | None = None
     """Multiprocessors of a GPU that may be taken to read or write them; None = all."""
 
@@ -126,7 +132,8 @@ class PeerRows(Rows):
         kind: of the numbers.
         num_rows: on all ranks together; they are numbered through.
         layout: a `RowLayout`.
-        table: int64 `[4, num_ranks]` on the device.
+        table: int64 on the device, see `Destination` of `csrc/cuda/rows.cuh`.
+        num_ranks: that it is about.
         num_turns: as in `Arrivals`.
         num_sms, counting_blocks: see `Rows`.
     """
@@ -137,12 +144,13 @@ class PeerRows(Rows):
         num_rows: int,
         layout: Any,
         table: Tensor,
+        num_ranks: int,
         num_turns: int,
         num_sms: int | None = None,
         counting_blocks: int = 0,
     ) -> None:
         self.kind, self.num_sms, self.peers, self.counting_blocks = kind, num_sms, table, counting_blocks
-        self.num_turns = num_turns
+        self.num_ranks, self.num_turns = num_ranks, num_turns
         self.hidden = layout.data_bytes * 8 // BITS[kind]
         self._num_rows = num_rows
         self.address = 0, layout.row_bytes, layout.scale_offset if layout.scale_bytes else 0, layout.row_bytes

@@ -37,7 +37,8 @@ class Window:
 
     Attributes:
         slot: number of the memory that they arrive in, on all ranks.
-        table: int64 `[4, num_ranks]` on the device, see `Destination` of `csrc/cuda/rows.cuh`.
+        table: int64 on the device, see `Destination` of `csrc/cuda/rows.cuh`.
+        num_ranks: that it is about.
         num_rows: that are sent, to all ranks together.
         num_turns: if a row of each rank is sent in turn, how many, with those of ranks that have no more.
         buffer: uint8 `[rows that arrive, row_bytes]`, ordered by source rank.
@@ -47,6 +48,7 @@ class Window:
 
     slot: int
     table: Tensor
+    num_ranks: int
     num_rows: int
     num_turns: int
     buffer: Tensor
@@ -144,8 +146,10 @@ class Transport(ABC):
     def open_window(
         self, rows_of_all: RowMatrix, row_bytes: int, just_met: bool = False, counting_blocks: int = 0
     ) -> Window:
-        """Work that is enqueued next may write rows to their ranks; then must follow, before anything else, `meet`, or,
-        if the window is counted, `arrivals`.
+        """Work that is enqueued next may write rows to their ranks.
+
+        Then must follow, before anything else, `meet`, or, if the window is counted, a kernel that reads its rows as
+        they arrive, or `await_rows`, and `close_window`.
 
         Args:
             rows_of_all: rows from each rank (first index) to each.
@@ -160,8 +164,8 @@ class Transport(ABC):
         """All rows written to the window by all ranks are there for what is enqueued next."""
         raise NotImplementedError
 
-    def arrivals(self, window: Window) -> Arrivals:
-        """What the kernel that is enqueued next can wait for the window's rows with."""
+    def close_window(self) -> None:
+        """What waits for the counted rows has been enqueued."""
         raise NotImplementedError
 
     def await_rows(self, arrivals: Arrivals) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..backends.rows import Arrivals, PeerRows
 from ..errors import InvalidArgument, NotAvailable, TransportError
 from .base import RowMatrix, Transport, Window, wait_on_host
-from .shared_memory import SharedBlock, copy_bytes, current_gpu
+from .shared_memory import SharedBlock, copy_bytes, current_gpu, have_atomics, name_of_gpu
 
 _FIRST_IN_GRAPH = "a CUDA graph captures the first exchange of this size; make the same calls once before capturing"
 _ALIGNMENT = 512
@@ -48,7 +48,7 @@ class PeerTransport(Transport):
 
     def __init__(self, control: Transport, timeout_secs: float, max_buffer_bytes: int) -> None:
         super().__init__(control.rank, control.num_ranks, timeout_secs)
-        _check_ranks(control)
+        self._can_count = _check_ranks(control)
         from ..backends import cuda_peer
 
         self._cuda_peer = cuda_peer
@@ -72,7 +72,7 @@ class PeerTransport(Transport):
         self._next_slot = 0
         self._num_signals = 0  # so far, and times that the slots were replaced
         self._windows: dict[tuple[RowMatrix, int, int], Window] = {}
-        self._kept: list[object] = []  # what captured graphs use
+        self._captured: list[tuple[Window, SharedBlock]] = []  # what graphs use
         self._last_stream: torch.cuda.Stream | None = None
         self._is_open = False  # between the two steps of an exchange
         self._is_closed = False
@@ -80,8 +80,11 @@ class PeerTransport(Transport):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the slots of this rank."""
-        return self._cuda_peer.NUM_SLOTS * self._slot_bytes
+        """Bytes of the slots of this rank, those that only captured graphs use included."""
+        return sum(block.num_bytes for block in self._blocks())
+
+    def _blocks(self) -> set[SharedBlock]:
+        return {block for _, block in self._captured} | ({self._slots} if self._slots is not None else set())
 
     def describe(self) -> str:
         """With the size of the slots."""
@@ -105,7 +108,8 @@ class PeerTransport(Transport):
             TransportError: a rank was late before.
         """
         self._check_usable()
-        self._reserve(rows_of_all, row_bytes)
+        most = max(sum(row[rank] for row in rows_of_all) for rank in range(self.num_ranks))  # alike on all ranks
+        self._reserve(most * row_bytes)
         slot = self._next_slot
         key = (rows_of_all, row_bytes, slot)
         if key not in self._windows:
@@ -113,36 +117,45 @@ class PeerTransport(Transport):
         window = self._windows[key]
         self._follow_last_stream()
         if _is_capturing():
-            self._kept.append((window, self._slots))
+            assert self._slots is not None
+            self._captured.append((window, self._slots))
         self._next_slot = (slot + 1) % self._cuda_peer.NUM_SLOTS
         self._num_signals += 1
         self._is_open = True
         if just_met:
             return window
-        if not self._is_worth_counting(rows_of_all):
+        # Reading rows while others arrive must gain more than counting them costs.
+        most_counted = self._cuda_peer.NUM_COUNTERS * self._cuda_peer.ROWS_PER_COUNTER
+        if not (self._can_count and _MIN_COUNTED_ROWS <= most <= most_counted):
             counting_blocks = 0
         self._group.open_slot(slot, counting_blocks > 0)
-        return replace(window, counting_blocks=counting_blocks)
-
-    def _is_worth_counting(self, rows_of_all: RowMatrix) -> bool:
-        """Whether reading rows while others arrive gains more than counting them costs; alike on all ranks."""
-        most = max(sum(row[rank] for row in rows_of_all) for rank in range(self.num_ranks))
-        return _MIN_COUNTED_ROWS <= most <= self._cuda_peer.NUM_COUNTERS * self._cuda_peer.ROWS_PER_COUNTER
+        return replace(window, counting_blocks=counting_blocks) if counting_blocks else window
 
     def meet(self, window: Window) -> None:
         self._group.meet(window.slot)
         self._is_open = False
 
-    def arrivals(self, window: Window) -> Arrivals:
+    def close_window(self) -> None:
         self._is_open = False
-        return window.arrivals
 
     def await_rows(self, arrivals: Arrivals) -> None:
         self._group.await_rows(arrivals)
 
     def lease(self, window: Window) -> Callable[[], bool]:
-        count = self._num_signals  # once this rank signals again, others may write there
-        return lambda: self._num_signals == count and not self._is_closed
+        count, is_captured = self._num_signals, _is_capturing()
+        # What graphs do, only the device counts.
+        on_device = self._group.state[:1].clone() if self._captured and not is_captured else None
+
+        def holds() -> bool:
+            """Once this rank signals again, others may write there."""
+            self._follow_last_stream()  # what reads the rows now is one of the exchanges, in order
+            if self._num_signals != count or self._is_closed or is_captured != _is_capturing():
+                return False
+            if is_captured or not self._captured:
+                return True
+            return on_device is not None and torch.equal(on_device, self._group.state[:1])
+
+        return holds
 
     def put_slots(self, values: Tensor, rows: PeerRows, weight_offset: int) -> None:
         self._group.put_slots(values, rows, weight_offset)
@@ -170,12 +183,14 @@ class PeerTransport(Transport):
             ]
             shifts = [place - start for place, start in zip(places, starts, strict=True)]
             facts, num_turns = self._group.arrivals(self._board.addresses[self.rank], slot, rows_from_rank)
-            on_device = self._to_device([*bases, *starts, *counters, *shifts, *facts])
-            num = 4 * self.num_ranks
+            has_failed = self._group.has_failed_address
+            on_device = self._to_device([*bases, *starts, *counters, *shifts, has_failed, *facts])
+            num = 4 * self.num_ranks + 1
             memory = self._slots.own.tensor[offset : offset + num_arriving * row_bytes]
             self._windows[rows_of_all, row_bytes, slot] = Window(
                 slot,
-                on_device[:num].view(4, -1),
+                on_device[:num],
+                self.num_ranks,
                 num_rows,
                 self.num_ranks * max(rows_of_all[self.rank]),
                 memory.view(num_arriving, row_bytes),
@@ -186,26 +201,32 @@ class PeerTransport(Transport):
         on_host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=_can_pin())
         return on_host.to(self.device, non_blocking=True)
 
-    def _reserve(self, rows_of_all: RowMatrix, row_bytes: int) -> None:
-        """Slots for that exchange; all ranks come to the same conclusion."""
-        most = max(sum(row[rank] for row in rows_of_all) for rank in range(self.num_ranks)) * row_bytes
-        if self._slots is not None and most <= self._slot_bytes:
+    def _reserve(self, num_bytes: int) -> None:
+        """Slots of that size; all ranks come to the same conclusion.
+
+        Raises:
+            NotAvailable: on all ranks: one of them has no memory left. There are no slots then.
+        """
+        if self._slots is not None and num_bytes <= self._slot_bytes:
             return
         num_slots = self._cuda_peer.NUM_SLOTS
-        if most * num_slots > self.max_buffer_bytes:
+        captured = sum(block.num_bytes for block in {block for _, block in self._captured})
+        least = -(-max(num_bytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        if captured + least * num_slots > self.max_buffer_bytes:
+            kept = f" and {captured} bytes that captured graphs use" if captured else ""
             raise InvalidArgument(
-                f"max_buffer_bytes is {self.max_buffer_bytes}; accepted: at least {most * num_slots} for this "
-                f"exchange, {num_slots} slots for the rows that one rank receives"
+                f"max_buffer_bytes is {self.max_buffer_bytes}; accepted: at least {captured + least * num_slots} for "
+                f"this exchange: {num_slots} slots for the rows that one rank receives{kept}"
             )
         if _is_capturing():
             raise InvalidArgument(_FIRST_IN_GRAPH)
-        size = min(most * 9 // 8, self.max_buffer_bytes // num_slots) // _ALIGNMENT * _ALIGNMENT
-        size = max(size, -(-most // _ALIGNMENT) * _ALIGNMENT, _ALIGNMENT)
-        torch.cuda.synchronize(self.device)
-        slots = SharedBlock(size * num_slots, self.device, self._control)  # all have come here: all have read
-        if self._slots is not None and not any(kept[1] is self._slots for kept in self._kept):  # type: ignore[index]
-            self._slots.close()
-        self._slots, self._slot_bytes = slots, size
+        room = (self.max_buffer_bytes - captured) // num_slots
+        size = max(least, min(num_bytes * 9 // 8, room) // _ALIGNMENT * _ALIGNMENT)
+        torch.cuda.synchronize(self.device)  # what is in the old ones has been read then
+        old, self._slots, self._slot_bytes = self._slots, None, 0
+        if old is not None and not any(block is old for _, block in self._captured):
+            old.close()
+        self._slots, self._slot_bytes = SharedBlock(size * num_slots, self.device, self._control), size
         known = {(key[0], key[1]) for key in self._windows}  # a graph may be captured next, where none can be made
         self._windows.clear()
         for exchange in known:
@@ -218,13 +239,14 @@ class PeerTransport(Transport):
         """By a kernel that writes to the ranks' memory and waits for theirs; parts may have any strides."""
         self._check_usable()
         width = sum(part.shape[1] for part in parts)
-        if self.num_ranks == 1 or width > self._cuda_peer.MAIL_NUMBERS or len(parts) > 3:
-            return super().begin_all_to_all(parts)
         self._follow_last_stream()
+        if self.num_ranks == 1 or width > self._cuda_peer.MAIL_NUMBERS or len(parts) > 3:
+            return super().begin_all_to_all(parts)  # which waits for the device, so that all have read everything
         reachable = [part if part.device.type == "cuda" else _pinned(part) for part in parts]
         received = torch.empty((self.num_ranks, width), dtype=torch.int64, device="cpu", pin_memory=_can_pin())
         self._num_signals += 1
         self._group.exchange_numbers(reachable, received)
+        self._numbers = (reachable, received)  # in use until that has run, whoever waits for it
         done = None if self.device.type == "cpu" else torch.cuda.Event()
         if done is not None:
             done.record()
@@ -232,7 +254,6 @@ class PeerTransport(Transport):
         def wait() -> Tensor:
             if done is not None:
                 wait_on_host(done)
-            reachable.clear()  # in use until now
             self._check_usable()
             return received
 
@@ -245,7 +266,7 @@ class PeerTransport(Transport):
         gathered = self.begin_all_to_all([sizes.expand(self.num_ranks, -1)])().tolist()
         rows_of_all = tuple(tuple(row) for row in gathered)
         window = self.open_window(rows_of_all, 1, just_met=True)
-        bases, starts, *_ = window.table.tolist()
+        bases, starts = window.table[: 2 * self.num_ranks].view(2, -1).tolist()
         for message, base, start in zip(outgoing, bases, starts, strict=True):
             if message.numel():
                 copy_bytes(base + start, message.data_ptr(), message.numel())
@@ -261,9 +282,9 @@ class PeerTransport(Transport):
 
     def _follow_last_stream(self) -> None:
         """Exchanges are one after the other, whatever stream they are on."""
-        current = torch.cuda.current_stream(self.device)
-        if self._last_stream not in (None, current) and not _is_capturing():
-            current.wait_stream(self._last_stream)
+        current, last = torch.cuda.current_stream(self.device), self._last_stream
+        if last is not None and last != current and _is_capturing(last) == _is_capturing():
+            current.wait_stream(last)
         self._last_stream = current
 
     def _check_usable(self) -> None:
@@ -285,42 +306,44 @@ class PeerTransport(Transport):
         if self._is_closed:
             return
         self._is_closed = True
-        torch.cuda.synchronize(self.device)
-        was_usable = not self._unusable and not self._failure_words[0]
-        super().close()
-        self._control.timeout_secs = min(self._control.timeout_secs, _CLOSE_SECS)
-        for block in (self._slots, self._board):
-            if block is None:
-                continue
-            try:
-                block.close(may_wait=was_usable)
-            except (TransportError, RuntimeError):
-                was_usable = False
-        self._control.close()
+        try:
+            torch.cuda.synchronize(self.device)
+            may_wait = not self._unusable and not self._failure_words[0]
+            super().close()
+            self._control.timeout_secs = min(self._control.timeout_secs, _CLOSE_SECS)
+            for block in (*self._blocks(), self._board):
+                try:
+                    block.close(may_wait)
+                except (TransportError, RuntimeError):
+                    may_wait = False
+        finally:
+            self._control.close()
 
 
-def _check_ranks(control: Transport) -> None:
-    """All ranks are on one machine, and have what is needed."""
-    problem = ""
+def _check_ranks(control: Transport) -> bool:
+    """All ranks are on one machine, and have what is needed. Returns whether all can count in each other's memory."""
+    problem = gpu = ""
     try:
         from ..backends import cuda_peer  # noqa: F401  here, since CuPy is optional
 
-        current_gpu()
+        gpu = name_of_gpu(current_gpu())
     except Exception as error:  # the others must not wait for this rank
         problem = f"{type(error).__name__}: {error}"
-    found = [
-        json.loads(text) for text in control.all_gather_bytes(json.dumps([socket.gethostname(), problem]).encode())
-    ]
-    problems = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(found) if text]
-    if problems:
-        raise NotAvailable(f"transport 'peer' can't be used: {'; '.join(problems)}")
-    machines = {machine for machine, _ in found}
-    if len(machines) > 1:
-        raise NotAvailable(f"transport 'peer' is for one machine; the ranks are on {len(machines)}")
+    own = json.dumps([socket.gethostname(), gpu, problem]).encode()
+    machines, gpus, problems = zip(*(json.loads(text) for text in control.all_gather_bytes(own)), strict=True)
+    if any(problems):
+        texts = [f"rank {rank}: {text}" for rank, text in enumerate(problems) if text]
+        raise NotAvailable(f"transport 'peer' can't be used: {'; '.join(texts)}")
+    if len(set(machines)) > 1:
+        raise NotAvailable(f"transport 'peer' is for one machine; the ranks are on {len(set(machines))}")
+    return all(control.all_gather_bytes(b"1" if have_atomics(gpu, gpus) else b""))
 
 
-def _is_capturing() -> bool:
-    return torch.cuda.is_current_stream_capturing()
+def _is_capturing(stream: torch.cuda.Stream | None = None) -> bool:
+    if stream is None:
+        return torch.cuda.is_current_stream_capturing()
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _can_pin() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from .base import Transport
 
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 _DEFAULT_KIND = 4  # cudaMemcpyDefault
+_NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+_GRANULARITY = 2 << 20
 
 
 def _load_cupy() -> Any:
@@ -27,6 +31,29 @@ def current_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def name_of_gpu(device: torch.device) -> str:
+    """The same in every process of the machine."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def have_atomics(own: str, others: Sequence[str]) -> bool:
+    """Whether atomic operations of this GPU on the memory of the others are sure to work.
+
+    That is so over NVLink, but not between all GPUs that can map each other's memory. Of GPUs that this process does
+    not see (CUDA_VISIBLE_DEVICES) it is not known.
+    """
+    numbers = {name_of_gpu(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
+    answer = ctypes.c_int()
+    for other in set(others) - {own}:
+        if other not in numbers:
+            return False
+        pair = (numbers[own], numbers[other])
+        error = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(answer), _NATIVE_ATOMICS, *pair)
+        if error or not answer.value:
+            return False
+    return True
+
+
 class DeviceBlock:
     """Zeroed memory of this process's GPU.
 
@@ -40,7 +67,8 @@ class DeviceBlock:
         cupy = _load_cupy()
         self._runtime = cupy.cuda.runtime
         with cupy.cuda.Device(device.index):
-            # its own allocation, since a handle is one of a whole allocation
+            # an allocation of its own, not a part of one: a handle is of the whole
+            num_bytes = -(-num_bytes // _GRANULARITY) * _GRANULARITY
             self.address: int = self._runtime.malloc(num_bytes)
             self._runtime.memset(self.address, 0, num_bytes)
             self._runtime.deviceSynchronize()
@@ -79,6 +107,7 @@ class SharedBlock:
         control: the ranks.
 
     Attributes:
+        num_bytes: of each.
         own: this rank's.
         addresses: of all ranks' blocks, here.
 
@@ -87,7 +116,7 @@ class SharedBlock:
     """
 
     def __init__(self, num_bytes: int, device: torch.device, control: Transport) -> None:
-        self._control = control
+        self._control, self.num_bytes = control, num_bytes
         problem, handle = "", b""
         try:
             self.own: DeviceBlock | None = DeviceBlock(num_bytes, device)
