@@ -30,14 +30,14 @@ def messages_of_any_size(group: Any) -> None:
     transport = make_transport(on_own_gpu(group), "peer", 30.0)
     for sizes in ((0, 0), (1, 3), (0, 5), (1 << 20, 33), (7, 5_000_001)):
         for device in ("cpu", transport.device):
-            outgoing = [bytes_of(transport.rank, peer, sizes, device) for peer in range(2)]
-            incoming = [torch.zeros_like(bytes_of(peer, transport.rank, sizes, device)) for peer in range(2)]
+            outgoing = [bytes_of(transport.rank, other, sizes, device) for other in range(2)]
+            incoming = [torch.zeros_like(bytes_of(other, transport.rank, sizes, device)) for other in range(2)]
             transport.exchange(outgoing, incoming, "dispatch")
-            for peer in range(2):
-                assert torch.equal(incoming[peer], bytes_of(peer, transport.rank, sizes, device))
+            for other in range(2):
+                assert torch.equal(incoming[other], bytes_of(other, transport.rank, sizes, device))
     numbers = torch.arange(6).view(2, 3) + 10 * transport.rank
     finish = transport.begin_all_to_all([numbers, numbers[:, :1].to(transport.device)])
-    expected = [[3 * transport.rank + 10 * peer + n for n in (0, 1, 2, 0)] for peer in range(2)]
+    expected = [[3 * transport.rank + 10 * other + n for n in (0, 1, 2, 0)] for other in range(2)]
     assert finish().tolist() == expected
     assert transport.all_gather_bytes(b"x" * transport.rank) == [b"", b"x"]
     transport.close()
