@@ -2,10 +2,10 @@
 
     mpirun -n 2 python tests/peer_soak.py --iterations 100000
 
-An iteration is a dispatch, a combine and a dispatch along the same routes: an odd number of exchanges, so that the slots
-change places from one to the next. Most iterations are replays of a CUDA graph that draws tokens and routes itself, the
-others are eager: with new routes and sizes that are fixed or exact, and along routes that are known since the start,
-where rows are expanded while others arrive.
+An iteration is a dispatch, a combine and a dispatch along the same routes: an odd number of exchanges, so that the
+slots change places from one to the next. Most iterations are replays of a CUDA graph that draws tokens and routes
+itself, the others are eager: with new routes and sizes that are fixed or exact, and along routes that are known since
+the start, where rows are expanded while others arrive.
 """
 
 from __future__ import annotations
