@@ -112,8 +112,7 @@ class Combine(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_y = empty((routing.num_rows, exchange.hidden), ctx.y_dtype, grad_out.device)
             exchange.unpack("grad_dispatch", arrived, Rows.of(grad_y), routing, recv_topk_weights)
-            arrived = arrived.settled
-        arrived = exchange.await_rows(arrived)
+        arrived = exchange.settle(arrived, is_read=ctx.needs_input_grad[0])
         if y is not None:
             grad_weights = exchange.dot("grad_dispatch", Rows.of(y), arrived, routing.source_rows)
         return grad_y, grad_weights, torch.zeros((), device="cpu"), None, None

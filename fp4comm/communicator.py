@@ -416,9 +416,8 @@ class EPCommunicator:
         else:
             recv_x, recv_topk_weights, anchor = unpack_dispatch(*inputs)
         recv_x = as_fp8 or recv_x
-        return Received(recv_x, recv_topk_weights, routing, arrived.settled), Handle(
-            routing, recv_topk_weights, anchor, self
-        )
+        arrived = self._exchange.settle(arrived)
+        return Received(recv_x, recv_topk_weights, routing, arrived), Handle(routing, recv_topk_weights, anchor, self)
 
     def combine(self, y: Tensor, handle: Handle, *, apply_weights: bool | None = None) -> Tensor:
         """Brings the experts' results home and sums them per token, in float32 and in a fixed order.

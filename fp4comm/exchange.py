@@ -29,7 +29,6 @@ from .transport.base import RowMatrix, Window
 
 # Blocks per multiprocessor that send rows while others expand what arrives, into one row each or into many; on H200.
 _RANK_COUNTING_BLOCKS, _EXPERT_COUNTING_BLOCKS = 2, 1
-_BLOCKS_OF_TWO_KERNELS = 4  # that have room on a multiprocessor, see ROW_BOUNDS of csrc/cuda/rows.cuh
 
 StageHook = Callable[[str], AbstractContextManager[None]]
 
@@ -82,11 +81,6 @@ class WireRows:
                 "the communicator, combine and backward passes included"
             )
         return replace(self, buffer=self.buffer.clone(), lease=None)
-
-    @property
-    def settled(self) -> WireRows:
-        """The same once somebody has waited for them."""
-        return replace(self, arrivals=None)
 
     def is_plain(self, dtype: torch.dtype) -> bool:
         """Whether the rows are nothing but numbers of that dtype, one after the other."""
@@ -176,7 +170,7 @@ class Exchange:
         """
         with self._stage(leg_name, "wire"):
             if send.window is not None:
-                return self._arrived(send)
+                return self._arrived(send, is_kept=True)
             if self.transport.num_ranks == 1 and len(send.buffer) >= sizes.num_recv_rows:
                 return replace(send, buffer=send.buffer[: sizes.num_recv_rows])
             received = self._wire_rows(leg_name, sizes.num_recv_rows, send.num_topk, send.buffer.device)
@@ -218,13 +212,11 @@ class Exchange:
         backend, options = backend_for(arrived.buffer), self._options(leg_name, decode=True)
         with self._stage(leg_name, "unpack"):
             backend.expand_rows(arrived.rows, out, routing.source_rows, routing.slot_rows, weights, options)
-        if arrived.arrivals is not None:
-            self.transport.close_window()
 
     def received_rows(self, arrived: WireRows, routing: Routing, dtype: torch.dtype) -> Tensor:
         """The rows that experts see, as a tensor `[routing.num_rows, hidden]`; received memory itself if it will do."""
         shape = (routing.num_rows, self.hidden)
-        if routing.source_rows is None and arrived.is_plain(dtype) and arrived.lease is None:
+        if routing.source_rows is None and arrived.is_plain(dtype) and not self.transport.has_windows:
             memory = arrived.buffer.view(dtype)  # not as a view, which autograd would guard against changes
             recv_x = torch.empty(0, dtype=dtype, device=memory.device)
             recv_x.set_(memory.untyped_storage(), memory.storage_offset(), shape, (self.hidden, 1))
@@ -261,7 +253,7 @@ class Exchange:
         with self._stage(leg_name, "wire"):
             back = send
             if send.window is not None:
-                back = self._arrived(send)
+                back = self._arrived(send, is_kept=False)
             elif self.transport.num_ranks > 1:
                 back = self._wire_rows(leg_name, plan.max_rows, send.num_topk, y.data.device)
                 self._travel(leg_name, _places(send.buffer, sizes), _split(back.buffer, sizes.rows_to_rank))
@@ -305,12 +297,13 @@ class Exchange:
             send.weights.copy_(slot_values)
         return send
 
-    def await_rows(self, arrived: WireRows) -> WireRows:
-        """Waits for rows that are on their way, if nobody has read them."""
-        if arrived.arrivals is not None:
+    def settle(self, arrived: WireRows, is_read: bool = True) -> WireRows:
+        """The rows, once the kernel that waits for them has been enqueued; without such a one (`is_read`) here."""
+        if arrived.arrivals is None:
+            return arrived
+        if not is_read:
             self.transport.await_rows(arrived.arrivals)
-            self.transport.close_window()
-        return arrived.settled
+        return replace(arrived, arrivals=None, lease=self.transport.close_window())
 
     def dot(self, leg_name: str, y: Rows, arrived: WireRows, arrived_row: Tensor) -> Tensor:
         """float32 `[num_rows]`: row i of `y` times row `arrived_row[i]` of what has arrived; 0 where that is -1."""
@@ -349,16 +342,13 @@ class Exchange:
         self.traffic[leg_name] += (sum(own) - own[self.transport.rank]) * layout.row_bytes
         return WireRows(window.buffer, kind, layout, num_topk, self.num_sms, window)
 
-    def _arrived(self, send: WireRows) -> WireRows:
+    def _arrived(self, send: WireRows, is_kept: bool) -> WireRows:
         """What the other ranks have written here, once all have."""
         assert send.window is not None
-        lease, arrivals = self.transport.lease(send.window), None
         if send.window.counting_blocks:
-            blocks = _BLOCKS_OF_TWO_KERNELS - send.window.counting_blocks
-            arrivals = replace(send.window.arrivals, blocks=blocks, sent=send.rows)
-        else:
-            self.transport.meet(send.window)
-        return replace(send, window=None, lease=lease, arrivals=arrivals)
+            return replace(send, window=None, arrivals=replace(send.window.arrivals, sent=send.rows))
+        self.transport.meet(send.window)
+        return replace(send, window=None, lease=self.transport.lease() if is_kept else None)
 
     def _wire_rows(
         self, leg_name: str, num_rows: int, num_topk: int, device: torch.device, to_send: bool = False

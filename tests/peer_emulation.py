@@ -20,7 +20,7 @@ import torch
 from test_cuda_exchange import cpu_tensors_as_if_on_a_gpu
 
 from fp4comm.communicator import EPCommunicator
-from fp4comm.transport import peer, shared_memory
+from fp4comm.transport import peer, peer_memory
 
 FREED = 0xD5  # what freed memory holds
 _STREAM = SimpleNamespace(cuda_stream=0)
@@ -45,7 +45,7 @@ class HostBlock:
 
 
 def map_block(handle: bytes) -> int:
-    """As `shared_memory.map_block`."""
+    """As `peer_memory.map_block`."""
     path = handle.decode()
     if path.startswith(f"/proc/{os.getpid()}/"):
         raise RuntimeError("a process can't map its own memory")
@@ -60,7 +60,7 @@ def map_block(handle: bytes) -> int:
 
 
 def unmap_block(address: int) -> None:
-    """As `shared_memory.unmap_block`; who still writes there dies."""
+    """As `peer_memory.unmap_block`; who still writes there dies."""
     _mapped.pop(address).close()
 
 
@@ -77,7 +77,7 @@ def _copy_bytes(target: int, source: int, num_bytes: int) -> None:
 def peers_on_the_cpu() -> Iterator[None]:
     """Meanwhile `transport="peer"` takes any processes of the machine, and CPU tensors take the way of a GPU's."""
     patched: dict[Any, dict[str, Any]] = {
-        shared_memory: {"DeviceBlock": HostBlock, "map_block": map_block, "unmap_block": unmap_block},
+        peer_memory: {"DeviceBlock": HostBlock, "map_block": map_block, "unmap_block": unmap_block},
         peer: {
             "current_gpu": lambda: torch.device("cpu"),
             "copy_bytes": _copy_bytes,

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import fp4comm
 from fp4comm.errors import ClosedError, InvalidArgument, NotAvailable, TransportError
-from fp4comm.transport import MAX_BUFFER_BYTES, make_transport, peer, shared_memory
+from fp4comm.transport import MAX_BUFFER_BYTES, make_transport, peer, peer_memory
 
 pytestmark = [
     pytest.mark.mpi,
@@ -290,7 +290,7 @@ def failing_on_rank_1(group: Any, name: str) -> Iterator[None]:
     def fail(*args: Any) -> None:
         raise OSError(f"{name} fails")
 
-    with mock.patch.object(shared_memory, name, fail) if group.Get_rank() == 1 else contextlib.nullcontext():
+    with mock.patch.object(peer_memory, name, fail) if group.Get_rank() == 1 else contextlib.nullcontext():
         yield
 
 

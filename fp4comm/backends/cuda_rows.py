@@ -213,7 +213,7 @@ def _launch(
     """
     grid, threads = -(-num_items // _WARPS), _THREADS
     num_sms = src.num_sms if dst.num_sms is None else dst.num_sms
-    blocks = dst.counting_blocks if src.arrivals is None else src.arrivals.blocks
+    blocks = dst.counting_blocks if src.arrivals is None else src.arrivals.most_blocks
     if num_sms is not None:
         threads = _LOOP_THREADS
         grid = min(-(-num_items * 32 // threads), num_sms)

@@ -29,8 +29,8 @@ class Arrivals:
 
     facts: Tensor
     num_turns: int
-    blocks: int = 0
-    """Blocks per multiprocessor of the kernel that waits."""
+    most_blocks: int = 0
+    """Of the kernel that waits, per multiprocessor; 0 = as many as have room."""
     sent: object = None
     """What must not be freed, and its memory written to, before that kernel has been launched."""
 

@@ -164,16 +164,16 @@ class Transport(ABC):
         """All rows written to the window by all ranks are there for what is enqueued next."""
         raise NotImplementedError
 
-    def close_window(self) -> None:
-        """What waits for the counted rows has been enqueued."""
+    def close_window(self) -> Callable[[], bool]:
+        """What waits for the counted rows has been enqueued. Returns as `lease`."""
         raise NotImplementedError
 
     def await_rows(self, arrivals: Arrivals) -> None:
         """All of them are there for what is enqueued next."""
         raise NotImplementedError
 
-    def lease(self, window: Window) -> Callable[[], bool]:
-        """What tells whether nobody has been allowed to write to the window's memory again since."""
+    def lease(self) -> Callable[[], bool]:
+        """What tells whether nobody has been allowed to write to the last window's memory again since."""
         raise NotImplementedError
 
     def put_slots(self, values: Tensor, rows: PeerRows, weight_offset: int) -> None:

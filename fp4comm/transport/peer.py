@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..backends.rows import Arrivals, PeerRows
 from ..errors import InvalidArgument, NotAvailable, TransportError
 from .base import RowMatrix, Transport, Window, wait_on_host
-from .shared_memory import SharedBlock, copy_bytes, current_gpu, have_atomics, name_of_gpu
+from .peer_memory import SharedBlock, copy_bytes, current_gpu, have_atomics, name_of_gpu
 
 _FIRST_IN_GRAPH = "a CUDA graph captures the first exchange of this size; make the same calls once before capturing"
 _ALIGNMENT = 512
@@ -28,6 +29,8 @@ _CLOSE_SECS = 10.0
 _LONGEST_SECS = 1e8  # in nanoseconds an int64
 _MAX_WINDOWS = 256
 _MIN_COUNTED_ROWS = 4096
+_BLOCKS_OF_TWO_KERNELS = 4  # that have room on a multiprocessor, see ROW_BOUNDS of csrc/cuda/rows.cuh
+_LIVE: weakref.WeakSet[PeerTransport] = weakref.WeakSet()
 
 
 class PeerTransport(Transport):
@@ -76,6 +79,7 @@ class PeerTransport(Transport):
         self._last_stream: torch.cuda.Stream | None = None
         self._is_open = False  # between the two steps of an exchange
         self._is_closed = False
+        _LIVE.add(self)
         torch.cuda.synchronize(self.device)
 
     @property
@@ -129,19 +133,33 @@ class PeerTransport(Transport):
         if not (self._can_count and _MIN_COUNTED_ROWS <= most <= most_counted):
             counting_blocks = 0
         self._group.open_slot(slot, counting_blocks > 0)
-        return replace(window, counting_blocks=counting_blocks) if counting_blocks else window
+        if not counting_blocks:
+            return window
+        arrivals = replace(window.arrivals, most_blocks=self._most_blocks(counting_blocks))
+        return replace(window, counting_blocks=counting_blocks, arrivals=arrivals)
+
+    def _most_blocks(self, counting_blocks: int) -> int:
+        """Of a kernel that waits for rows, per multiprocessor; 0 = as many as have room.
+
+        Exchanges on several streams at once must leave room for each other's kernels that send, or two ranks could wait
+        for each other's with devices full of kernels that wait.
+        """
+        if all(other is self or other._last_stream == self._last_stream for other in _LIVE):
+            return 0
+        return _BLOCKS_OF_TWO_KERNELS - counting_blocks
 
     def meet(self, window: Window) -> None:
         self._group.meet(window.slot)
         self._is_open = False
 
-    def close_window(self) -> None:
+    def close_window(self) -> Callable[[], bool]:
         self._is_open = False
+        return self.lease()
 
     def await_rows(self, arrivals: Arrivals) -> None:
         self._group.await_rows(arrivals)
 
-    def lease(self, window: Window) -> Callable[[], bool]:
+    def lease(self) -> Callable[[], bool]:
         count, is_captured = self._num_signals, _is_capturing()
         # What graphs do, only the device counts.
         on_device = self._group.state[:1].clone() if self._captured and not is_captured else None
@@ -306,6 +324,7 @@ class PeerTransport(Transport):
         if self._is_closed:
             return
         self._is_closed = True
+        _LIVE.discard(self)
         try:
             torch.cuda.synchronize(self.device)
             may_wait = not self._unusable and not self._failure_words[0]
