@@ -248,7 +248,11 @@ class EPCommunicator:
 
     @property
     def traffic(self) -> Counter[str]:
-        """Bytes that this rank has sent to other ranks so far, by leg. `clear()` it to start again."""
+        """Bytes that this rank has sent to other ranks so far, by leg. `clear()` it to start again.
+
+        With "peer" and `num_max_tokens_per_rank` the most that it may have been: only the device knows how many rows
+        were used.
+        """
         return self._exchange.traffic
 
     @property
@@ -415,7 +419,7 @@ class EPCommunicator:
             recv_x, recv_topk_weights, anchor = Dispatch.apply(differentiable, topk_weights, *inputs)
         else:
             recv_x, recv_topk_weights, anchor = unpack_dispatch(*inputs)
-        recv_x = as_fp8 or recv_x
+        recv_x = recv_x if as_fp8 is None else as_fp8
         arrived = self._exchange.settle(arrived)
         return Received(recv_x, recv_topk_weights, routing, arrived), Handle(routing, recv_topk_weights, anchor, self)
 

@@ -8,9 +8,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import gpu_messages
 import numpy as np
 import pytest
 import torch
+from gpu_messages import on_own_gpu
 from launch import have_launcher, run_ranks
 
 import fp4comm
@@ -41,34 +43,8 @@ def test_ranks_that_share_or_lack_a_gpu_are_named() -> None:
     nccl._check_devices(["a 0", "b 0"])
 
 
-def on_own_gpu(group: Any) -> Any:
-    torch.cuda.set_device(group.Get_rank())
-    return group
-
-
 def messages_of_any_size(group: Any) -> None:
-    transport = make_transport(on_own_gpu(group), "nccl", 30.0)
-    for sizes in ((0, 0), (1, 3), (0, 5), (1 << 20, 33), (7, 50_000_001)):
-        for device in ("cpu", transport.device):
-            outgoing = [bytes_of(transport.rank, peer, sizes, device) for peer in range(2)]
-            incoming = [torch.zeros_like(bytes_of(peer, transport.rank, sizes, device)) for peer in range(2)]
-            transport.exchange(outgoing, incoming, "dispatch")
-            for peer in range(2):
-                assert torch.equal(incoming[peer], bytes_of(peer, transport.rank, sizes, device))
-    numbers = torch.arange(6).view(2, 3) + 10 * transport.rank
-    finish = transport.begin_all_to_all([numbers, numbers[:, :1].to(transport.device)])
-    expected = [[3 * transport.rank + 10 * peer + n for n in (0, 1, 2, 0)] for peer in range(2)]
-    assert finish().tolist() == expected
-    assert transport.all_gather_bytes(b"x" * transport.rank) == [b"", b"x"]
-    transport.close()
-    with pytest.raises(ClosedError):
-        transport.exchange(outgoing, incoming, "dispatch")
-
-
-def bytes_of(source: int, target: int, sizes: tuple[int, int], device: Any) -> torch.Tensor:
-    """What rank `source` sends to rank `target`: as many bytes as `sizes` has for the sum of the two."""
-    size = sizes[(source + target) % 2]
-    return (torch.arange(size) * 7 + 3 * source + 5 * target).to(torch.uint8).to(device)
+    gpu_messages.messages_of_any_size(group, "nccl", 50_000_001)
 
 
 def time_without_rank_1(group: Any, calls: Callable[[fp4comm.EPCommunicator, Any, Any], None]) -> float:

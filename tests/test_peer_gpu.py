@@ -9,46 +9,22 @@ import traceback
 from typing import Any
 from unittest import mock
 
+import gpu_messages
 import peer_soak
 import pytest
 import torch
+from gpu_messages import on_own_gpu
 from launch import have_launcher, run_ranks
 
 import fp4comm
 from fp4comm.errors import ClosedError, InvalidArgument, TransportError
-from fp4comm.transport import make_transport, peer
+from fp4comm.transport import peer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.mpi]
 
 
-def on_own_gpu(group: Any) -> Any:
-    torch.cuda.set_device(group.Get_rank() % torch.cuda.device_count())
-    return group
-
-
 def messages_of_any_size(group: Any) -> None:
-    transport = make_transport(on_own_gpu(group), "peer", 30.0)
-    for sizes in ((0, 0), (1, 3), (0, 5), (1 << 20, 33), (7, 5_000_001)):
-        for device in ("cpu", transport.device):
-            outgoing = [bytes_of(transport.rank, other, sizes, device) for other in range(2)]
-            incoming = [torch.zeros_like(bytes_of(other, transport.rank, sizes, device)) for other in range(2)]
-            transport.exchange(outgoing, incoming, "dispatch")
-            for other in range(2):
-                assert torch.equal(incoming[other], bytes_of(other, transport.rank, sizes, device))
-    numbers = torch.arange(6).view(2, 3) + 10 * transport.rank
-    finish = transport.begin_all_to_all([numbers, numbers[:, :1].to(transport.device)])
-    expected = [[3 * transport.rank + 10 * other + n for n in (0, 1, 2, 0)] for other in range(2)]
-    assert finish().tolist() == expected
-    assert transport.all_gather_bytes(b"x" * transport.rank) == [b"", b"x"]
-    transport.close()
-    with pytest.raises(ClosedError):
-        transport.exchange(outgoing, incoming, "dispatch")
-
-
-def bytes_of(source: int, target: int, sizes: tuple[int, int], device: Any) -> torch.Tensor:
-    """What rank `source` sends to rank `target`: as many bytes as `sizes` has for the sum of the two."""
-    size = sizes[(source + target) % 2]
-    return (torch.arange(size) * 7 + 3 * source + 5 * target).to(torch.uint8).to(device)
+    gpu_messages.messages_of_any_size(group, "peer", 5_000_001)
 
 
 def tokens(comm: fp4comm.EPCommunicator, num: int) -> tuple[torch.Tensor, torch.Tensor]:
