@@ -38,6 +38,38 @@ def sum_combine(y: Tensor, recv_topk_weights: Tensor | None, exchange: Exchange,
     return combined_x
 
 
+def dispatch_gradients(
+    exchange: Exchange, routing: Routing, grad_recv_x: Tensor, grad_weights: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Of x in that dtype, and of topk_weights if that of recv_topk_weights is given."""
+    slot_grads = None if grad_weights is None else routing.slot_values(grad_weights)
+    grad_x = empty((routing.plan.num_tokens, exchange.hidden), dtype, grad_recv_x.device)
+    rows = Rows.of(grad_recv_x)
+    return grad_x, exchange.to_tokens("grad_combine", rows, routing, grad_x, slot_values=slot_grads)
+
+
+def combine_gradients(
+    exchange: Exchange,
+    routing: Routing,
+    grad_out: Tensor,
+    y: Tensor | None,
+    recv_topk_weights: Tensor | None,
+    dtype: torch.dtype | None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of y in that dtype, None = not wanted; and of recv_topk_weights if y is given."""
+    send = exchange.pack_again("grad_dispatch", Rows.of(grad_out), routing)
+    arrived = exchange.to_experts("grad_dispatch", send, routing.sizes)
+    grad_y = grad_weights = None
+    if dtype is not None:
+        grad_y = empty((routing.num_rows, exchange.hidden), dtype, grad_out.device)
+        exchange.unpack("grad_dispatch", arrived, Rows.of(grad_y), routing, recv_topk_weights)
+    arrived = exchange.settle(arrived, is_read=dtype is not None)
+    if y is not None:
+        assert routing.source_rows is not None, "weights are applied in the expert layout"
+        grad_weights = exchange.dot("grad_dispatch", Rows.of(y), arrived, routing.source_rows)
+    return grad_y, grad_weights
+
+
 class Dispatch(torch.autograd.Function):
     """`(x, topk_weights, exchange, arrived, routing, dtype) -> (recv_x, recv_topk_weights, anchor)`.
 
@@ -77,13 +109,11 @@ class Dispatch(torch.autograd.Function):
         if grad_recv_x is None:
             device = routing.recv_topk_weights.device
             grad_recv_x = torch.zeros(routing.num_rows, exchange.hidden, dtype=ctx.x_dtype, device=device)
-        slot_grads = None
-        if ctx.needs_input_grad[1]:
-            grad_weights = torch.zeros_like(routing.weights_for_experts()) if grad_weights is None else grad_weights
-            slot_grads = routing.slot_values(grad_weights)
-        grad_x = empty((routing.plan.num_tokens, exchange.hidden), ctx.x_dtype, grad_recv_x.device)
-        rows = Rows.of(grad_recv_x)
-        grad_topk_weights = exchange.to_tokens("grad_combine", rows, routing, grad_x, slot_values=slot_grads)
+        if not ctx.needs_input_grad[1]:
+            grad_weights = None
+        elif grad_weights is None:
+            grad_weights = torch.zeros_like(routing.weights_for_experts())
+        grad_x, grad_topk_weights = dispatch_gradients(exchange, routing, grad_recv_x, grad_weights, ctx.x_dtype)
         return grad_x if ctx.needs_input_grad[0] else None, grad_topk_weights, None, None, None, None
 
 
@@ -106,13 +136,6 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         exchange, routing = ctx.exchange, ctx.routing
         y, recv_topk_weights, _ = ctx.saved_tensors
-        send = exchange.pack_again("grad_dispatch", Rows.of(grad_out), routing)
-        arrived = exchange.to_experts("grad_dispatch", send, routing.sizes)
-        grad_y = grad_weights = None
-        if ctx.needs_input_grad[0]:
-            grad_y = empty((routing.num_rows, exchange.hidden), ctx.y_dtype, grad_out.device)
-            exchange.unpack("grad_dispatch", arrived, Rows.of(grad_y), routing, recv_topk_weights)
-        arrived = exchange.settle(arrived, is_read=ctx.needs_input_grad[0])
-        if y is not None:
-            grad_weights = exchange.dot("grad_dispatch", Rows.of(y), arrived, routing.source_rows)
+        dtype = ctx.y_dtype if ctx.needs_input_grad[0] else None
+        grad_y, grad_weights = combine_gradients(exchange, routing, grad_out, y, recv_topk_weights, dtype)
         return grad_y, grad_weights, torch.zeros((), device="cpu"), None, None

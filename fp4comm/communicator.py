@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -132,6 +134,10 @@ class Received:
         return f"Received(x=[{num_rows}, {hidden}] {kind}, layout={self._routing.layout!r}{per_expert})"
 
 
+_numbers = itertools.count(1)
+BY_NAME: weakref.WeakValueDictionary[str, EPCommunicator] = weakref.WeakValueDictionary()
+
+
 class EPCommunicator:
     """Moves tokens to the ranks of their experts and results back, in small numbers, with gradients.
 
@@ -204,6 +210,9 @@ class EPCommunicator:
             self.close()
             raise
         self._exchange = Exchange(self._transport, hidden, num_experts, self.precision, seed, num_sms)
+        self.name = f"communicator {next(_numbers)}"
+        """By which operators of torch know it: of this process, while it lives."""
+        BY_NAME[self.name] = self
 
     def _facts(self, seed: int, max_buffer_bytes: int) -> dict[str, object]:
         from . import __version__

@@ -27,7 +27,7 @@ LAYERS = (
     ("agreement", "checks", "exchange"),
     ("autograd",),
     ("communicator", "launch"),
-    ("adapters", "moe"),
+    ("adapters", "moe", "ops"),
     ("__init__",),
     ("__main__",),
 )

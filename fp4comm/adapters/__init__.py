@@ -1,0 +1,1 @@
+"""What puts fp4comm into other libraries; each module imports only its own host."""
