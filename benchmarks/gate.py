@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp4comm import EPCommunicator, FP8Tensor, Precision
-from fp4comm.communicator import Received
+from fp4comm import EPCommunicator, FP8Tensor, Precision, Received
 from fp4comm.reference import codec
 from fp4comm.reference import exchange as reference
 

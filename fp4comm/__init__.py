@@ -7,10 +7,11 @@ home. Both are differentiable, and each of the four all-to-alls of a layer has a
 from __future__ import annotations
 
 from .codec import FP8Tensor, MXFP4Tensor, quantize_fp8, quantize_mxfp4
-from .communicator import EPCommunicator, Handle, Received
+from .communicator import EPCommunicator, Handle
 from .errors import Fp4CommError, InvalidArgument, NotAvailable, TransportError
 from .launch import world_group
 from .precision import Leg, Precision
+from .received import Received
 
 __version__ = "0.1.0"
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from launch import failures_of
 from torch import Tensor
 
 import fp4comm
@@ -195,13 +195,7 @@ def run_all(group: Any, over: str) -> dict[str, str]:
     global transport
     transport = over
     torch.cuda.set_device(group.Get_rank())
-    failures = {}
-    for case in CASES:
-        try:
-            case(group)
-        except BaseException:
-            failures[case.__name__] = traceback.format_exc()
-    return failures
+    return failures_of(CASES, group)
 
 
 CASES = (capture_and_replay, train_captured, never_waits_for_the_device, few_launches)

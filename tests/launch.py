@@ -81,6 +81,25 @@ def run_ranks(
         return [pickle.loads(path.read_bytes()) for path in results]
 
 
+def failures_of(cases: Sequence[Callable[[Any], object]], group: Any) -> dict[str, str]:
+    """Calls the cases one after the other on a rank of MPI; how each failed, by name; empty if none has.
+
+    Starting ranks takes longer than most cases. After one that failed on any rank the others are not run, since the
+    ranks may no longer make the same calls, and count as failed.
+    """
+    failures: dict[str, str] = {}
+    for done, case in enumerate(cases):
+        try:
+            case(group)
+        except BaseException:
+            failures[case.__name__] = traceback.format_exc()
+        if group is not None and any(group.allgather(bool(failures))):
+            for left in cases[done + 1 :]:
+                failures[left.__name__] = f"not run, since {case.__name__} failed"
+            break
+    return failures
+
+
 def launch_command(launcher: str, num_ranks: int) -> list[str]:
     """The command line that starts `num_ranks` Python processes; a script or `-m module` follows."""
     if launcher == "mpi":

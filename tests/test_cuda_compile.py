@@ -117,9 +117,10 @@ def use_peers(t: Target) -> None:
         pack_for_peers(t, kind, 2, None, counting_blocks=2)
         for dst in (Kind.FP8, Kind.BF16):
             arriving = rows(t, kind)
-            arriving.arrivals = Arrivals(terms, 128, 2)
-            t.backend.convert_rows(arriving, rows(t, dst))
-            t.backend.expand_rows(arriving, rows(t, dst), terms[0], terms)
+            for most_blocks in (0, 2):
+                arriving.arrivals = Arrivals(terms, 128, most_blocks)
+                t.backend.convert_rows(arriving, rows(t, dst))
+                t.backend.expand_rows(arriving, rows(t, dst), terms[0], terms)
     few = rows(t, Kind.BF16)
     few.num_sms = 16
     t.backend.expand_rows(rows(t, Kind.MXFP4, 8), few, terms[0], terms[:8])

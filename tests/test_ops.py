@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from launch import have_launcher, run_ranks
+from launch import failures_of, have_launcher, run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -146,19 +145,12 @@ CASES = (operators_alone, compiled_whole, checkpointed, mistakes)
 
 
 def run_all(group: Any) -> dict[str, str]:
-    """How each case failed, by name; empty if none has."""
-    failures = {}
-    for case in CASES:
-        try:
-            case(group)
-        except BaseException:
-            failures[case.__name__] = traceback.format_exc()
-    return failures
+    """One start for all cases."""
+    return failures_of(CASES, group)
 
 
 @functools.cache
 def failures_of_two_ranks() -> list[dict[str, str]]:
-    """One start for all cases."""
     return run_ranks(run_all, 2, timeout=150)
 
 

@@ -25,7 +25,7 @@ LAYERS = (
     ("backends",),
     ("codec", "routing", "transport"),
     ("agreement", "checks", "exchange"),
-    ("autograd",),
+    ("autograd", "received"),
     ("communicator", "launch"),
     ("adapters", "moe", "ops"),
     ("__init__",),

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import time
 import traceback
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -484,3 +485,15 @@ def test_wrong_number_of_multiprocessors(num_sms: Any) -> None:
             make(group, num_sms=num_sms if group.rank == 1 else None)
 
     run_thread_ranks(run, 2)
+
+
+@pytest.mark.parametrize(("others", "expected"), [([], 0), (["same"], 0), (["same", "other"], 3), ([None], 3)])
+def test_kernels_that_wait_leave_room_for_other_streams(others: list[str | None], expected: int) -> None:
+    """None: a communicator that has not been used, and may be on any."""
+
+    def transport(stream: str | None) -> Any:
+        return types.SimpleNamespace(_last_stream=stream)
+
+    own = transport("same")
+    with mock.patch.object(peer, "_LIVE", [own, *map(transport, others)]):
+        assert peer.PeerTransport._most_blocks(own, counting_blocks=1) == expected

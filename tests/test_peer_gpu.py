@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import random
 import time
-import traceback
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,7 @@ import peer_soak
 import pytest
 import torch
 from gpu_messages import on_own_gpu
-from launch import have_launcher, run_ranks
+from launch import failures_of, have_launcher, run_ranks
 
 import fp4comm
 from fp4comm.errors import ClosedError, InvalidArgument, TransportError
@@ -149,21 +148,12 @@ CASES = (
 
 
 def run_all(group: Any) -> dict[str, str]:
-    """How each case failed, by name; empty if none has."""
-    failures = {}
-    for case in CASES:
-        try:
-            case(group)
-        except BaseException:
-            failures[case.__name__] = traceback.format_exc()
-        if any(group.allgather(case.__name__ in failures)):
-            break  # the ranks may no longer make the same calls
-    return failures
+    """One start for all cases."""
+    return failures_of(CASES, group)
 
 
 @functools.cache
 def failures_of_two_ranks() -> list[dict[str, str]]:
-    """One start for all cases."""
     return run_ranks(run_all, 2, timeout=150)
 
 

@@ -137,7 +137,7 @@ class CompressedGroup(dist.ProcessGroup):
         self.options = options
         self.traffic: Counter[str] = Counter()
 
-    def alltoall_base(  # type: ignore[override]
+    def alltoall_base(  # type: ignore[override]  # torch's stub lacks the forms that C++ calls
         self,
         output: Tensor,
         input: Tensor,
@@ -176,7 +176,7 @@ class CompressedGroup(dist.ProcessGroup):
 
     all_to_all_single = alltoall_base  # type: ignore[assignment]  # its name since torch 2.13
 
-    def alltoall(  # type: ignore[override]
+    def alltoall(  # type: ignore[override]  # likewise
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> dist.Work:
         """What `dist.all_to_all` calls: a tensor to and from each rank. (gloo by itself has none.)
@@ -244,7 +244,7 @@ class CompressedGroup(dist.ProcessGroup):
 
     def setGroupName(self, name: str) -> None:
         self._name = name
-        self._inner._set_group_name(name)  # type: ignore[arg-type]
+        self._inner._set_group_name(name)  # type: ignore[arg-type]  # a str to C++, a class to the stub
 
     def getGroupDesc(self) -> str:
         return self._desc

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..communicator import EPCommunicator, Received
+from ..communicator import EPCommunicator
 from ..errors import InvalidArgument, NotAvailable, require
 from ..precision import Precision
+from ..received import Received
 
 __all__ = ["close", "communicators", "register", "shard_experts"]
 
@@ -177,7 +178,7 @@ class _ExpertParallel:
     options: Options
 
     def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
-        super().__init__(experts, ep_mesh, tp_mesh)  # type: ignore[call-arg]
+        super().__init__(experts, ep_mesh, tp_mesh)  # type: ignore[call-arg]  # the host's base is not known to mypy
         num_experts = int(experts.num_experts) * ep_mesh.size()
         implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
         require(
