@@ -53,21 +53,23 @@ def run_ranks(
     launcher: str = "mpi",
     timeout: float = 60.0,
     env: dict[str, str] | None = None,
+    on_gpus: bool = False,
 ) -> list[Any]:
     """Call `function(group, *args)` on every rank and return what the ranks returned, in rank order.
 
     Args:
         function: a top-level function of a module in `tests/` (or an importable one). `group` is `MPI.COMM_WORLD` or
-            the gloo process group of torch. It, `args` and the result travel by pickle.
+            the process group of torch, with gloo. It, `args` and the result travel by pickle.
         launcher: "mpi" or "torchrun".
         timeout: seconds that the function may take; then the rank prints the stack of its threads and ends.
         env: further environment variables for the ranks.
+        on_gpus: by torchrun, with a GPU for each rank, and NCCL in the group.
 
     Raises:
         RankError: a rank raised, died or ran out of time.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        call = (function.__module__, function.__qualname__, args, timeout)
+        call = (function.__module__, function.__qualname__, args, timeout, on_gpus)
         Path(folder, "call").write_bytes(pickle.dumps(call))
         command = [*launch_command(launcher, num_ranks), str(TESTS / "launch.py"), launcher, folder]
         code, output = run_command(command, timeout=START_SECS + timeout + 10, env=env)
@@ -82,7 +84,7 @@ def run_ranks(
 
 
 def failures_of(cases: Sequence[Callable[[Any], object]], group: Any) -> dict[str, str]:
-    """Calls the cases one after the other on a rank of MPI; how each failed, by name; empty if none has.
+    """Calls the cases one after the other on a rank; how each failed, by name; empty if none has.
 
     Starting ranks takes longer than most cases. After one that failed on any rank the others are not run, since the
     ranks may no longer make the same calls, and count as failed.
@@ -93,11 +95,21 @@ def failures_of(cases: Sequence[Callable[[Any], object]], group: Any) -> dict[st
             case(group)
         except BaseException:
             failures[case.__name__] = traceback.format_exc()
-        if group is not None and any(group.allgather(bool(failures))):
+        if group is not None and any(_gather(bool(failures), group)):
             for left in cases[done + 1 :]:
                 failures[left.__name__] = f"not run, since {case.__name__} failed"
             break
     return failures
+
+
+def _gather(value: Any, group: Any) -> list[Any]:
+    if hasattr(group, "Abort"):  # of MPI
+        return list(group.allgather(value))
+    import torch.distributed as dist
+
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group)
+    return gathered
 
 
 def launch_command(launcher: str, num_ranks: int) -> list[str]:
@@ -169,7 +181,7 @@ def _rank_main(launcher: str, folder: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout.reconfigure(line_buffering=True)  # a killed rank loses what it buffers
-    module, name, args, timeout = pickle.loads(Path(folder, "call").read_bytes())
+    module, name, args, timeout, on_gpus = pickle.loads(Path(folder, "call").read_bytes())
     faulthandler.enable()
     faulthandler.dump_traceback_later(START_SECS, exit=True)
     group: Any = None
@@ -181,7 +193,12 @@ def _rank_main(launcher: str, folder: str) -> None:
         else:
             import torch.distributed as dist
 
-            dist.init_process_group("gloo")
+            import fp4comm
+
+            if on_gpus:
+                fp4comm.world_group()
+            else:
+                dist.init_process_group("gloo")
             group = dist.group.WORLD
         faulthandler.dump_traceback_later(timeout, exit=True)
         result = getattr(importlib.import_module(module), name)(group, *args)

@@ -145,7 +145,7 @@ class CompressedGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int],
         *args: Any,
         **kwargs: Any,
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """What `dist.all_to_all_single` calls.
 
         Args:
@@ -178,7 +178,7 @@ class CompressedGroup(dist.ProcessGroup):
 
     def alltoall(  # type: ignore[override]  # likewise
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], *args: Any, **kwargs: Any
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """What `dist.all_to_all` calls: a tensor to and from each rank. (gloo by itself has none.)
 
         Args:
@@ -215,7 +215,7 @@ class CompressedGroup(dist.ProcessGroup):
         outputs: list[Tensor],
         args: Sequence[Any],
         kwargs: dict[str, Any],
-    ) -> dist.Work:
+    ) -> dist.Work | None:
         """Sends the rows of `sources` one after the other, `outgoing[r]` to rank r; likewise receives `places`."""
         wire = _Wire(self.options.wire, sources[0])
         send, received = wire.buffer(sum(outgoing)), wire.buffer(sum(incoming))
@@ -225,6 +225,9 @@ class CompressedGroup(dist.ProcessGroup):
         self.traffic["given"] += self._bytes_to_others(given, outgoing)
         sizes = [n * wire.row_bytes for n in incoming], [n * wire.row_bytes for n in outgoing]
         work = _all_to_all_single(self._inner)(received.view(-1), send.view(-1), *sizes, *args, **kwargs)
+        if work is None:  # nobody waits: NCCL has put it into the current stream
+            wire.decode(received, places)
+            return None
         return _Arrival(work, lambda: wire.decode(received, places), outputs)
 
     def _bytes_to_others(self, unit: int, sizes: Sequence[int]) -> int:
@@ -404,7 +407,7 @@ def _agree(facts: Any, options: Options) -> None:
     require(other == 0, "options of the fp4comm group", theirs, "the same in register() or pg_options on all its ranks")
 
 
-def _all_to_all_single(group: dist.ProcessGroup) -> Callable[..., dist.Work]:
+def _all_to_all_single(group: dist.ProcessGroup) -> Callable[..., dist.Work | None]:
     return getattr(group, "all_to_all_single", None) or group.alltoall_base
 
 

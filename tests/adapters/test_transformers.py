@@ -24,10 +24,13 @@ ADAPTER = "fp4comm.adapters.transformers"
 LOSSES, GRADIENTS, PARAMETERS = 1e-6, 5e-6, 5e-6
 
 
-@pytest.fixture(scope="module")
-def two() -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["cpu", pytest.param("gpus", marks=pytest.mark.gpu)])
+def two(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What `on_two_ranks` found."""
-    results: dict[str, Any] = run_ranks(models.on_two_ranks, 2, launcher="torchrun", timeout=200)[0]
+    if request.param == "gpus" and importlib.import_module("torch").cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    on_gpus = request.param == "gpus"
+    results: dict[str, Any] = run_ranks(models.on_two_ranks, 2, launcher="torchrun", timeout=200, on_gpus=on_gpus)[0]
     return results
 
 

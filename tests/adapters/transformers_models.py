@@ -17,9 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import fp4comm
+
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 VOCABULARY = 64
 LENGTH = 24
+LEARNING_RATE = 5e-4  # of fine-tuning
+PRETRAINING = 64  # steps
 LEGS = ("dispatch", "combine", "grad_dispatch", "grad_combine")
 Losses = list[float]
 Differences = dict[str, float]
@@ -71,17 +75,17 @@ def tiny_config(family: str, hidden: int = 64) -> Any:
     return getattr(importlib.import_module("transformers"), name)(**common, **fields)
 
 
-def texts(num_sequences: int, seed: int) -> Tensor:
-    """`[num_sequences, LENGTH]` sequences that can be learned: each counts on by a step of its own."""
+def texts(num_sequences: int, seed: int, first_step: int = 1) -> Tensor:
+    """`[num_sequences, LENGTH]` sequences that can be learned: each counts on by one of three steps of its own."""
     random = torch.Generator().manual_seed(seed)
     start = torch.randint(VOCABULARY - 3, (num_sequences, 1), generator=random)
-    step = torch.randint(1, 4, (num_sequences, 1), generator=random)
+    step = first_step + torch.randint(3, (num_sequences, 1), generator=random)
     return 3 + (start + step * torch.arange(LENGTH)) % (VOCABULARY - 3)
 
 
 @contextmanager
-def saved_model(group: Any, config: Any, favourites: int = 0) -> Iterator[str]:
-    """A folder with a model of that configuration, in float32, the same for all ranks.
+def saved_model(group: Any, config: Any, favourites: int = 0, num_steps: int = 0) -> Iterator[str]:
+    """A folder with a model of that configuration, in float32, the same for all ranks, after some steps of training.
 
     Routers with a bias prefer the first few experts so much that nobody takes any other.
     """
@@ -97,6 +101,7 @@ def saved_model(group: Any, config: Any, favourites: int = 0) -> Iterator[str]:
                     parameter.add_(torch.randn_like(parameter), alpha=0.02)
                     if name.endswith("router.bias"):
                         parameter[:favourites] += 100
+            Run(model, [texts(16, -seed) for seed in range(1, num_steps + 1)], slice(None), 2e-3)
             model.save_pretrained(folder)
         dist.barrier(group)
         yield shared[0]
@@ -124,7 +129,7 @@ def whole(tensor: Tensor) -> Tensor:
     """A parameter or gradient as it is without parallelism."""
     gather: Any = getattr(tensor, "full_tensor", tensor.clone)
     result: Tensor = gather()
-    return result.detach()
+    return result.detach().cpu()
 
 
 class Run:
@@ -135,11 +140,11 @@ class Run:
     """
 
     def __init__(self, model: Any, batches: list[Tensor], own: slice, lr: float, group: Any = None) -> None:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-5, foreach=False)  # some are DTensors
         self.losses: Losses = []
         self.gradients: dict[str, Tensor] = {}
         for ids in batches:
-            part = ids[own]
+            part = ids[own].to(model.device)
             loss = model(input_ids=part, labels=part, use_cache=False).loss
             optimizer.zero_grad()
             loss.backward()
@@ -153,6 +158,12 @@ class Run:
                 mean /= dist.get_world_size(group)
             self.losses.append(float(mean))
         self.parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
+
+
+def device_of(group: Any) -> torch.device:
+    """The ranks' GPUs if the group has NCCL."""
+    has_nccl = "nccl" in dist.get_backend_config(group)
+    return torch.device("cuda", torch.cuda.current_device()) if has_nccl else torch.device("cpu")
 
 
 def share(group: Any, tp_size: int = 1) -> slice:
@@ -188,7 +199,8 @@ def compare_logits(group: Any, family: str, one: str, other: str, dtype: torch.d
     """The relative distance of the logits of two implementations, in the Euclidean norm."""
     ids = texts(8, 0)[share(group)]
     with saved_model(group, tiny_config(family)) as folder, torch.no_grad():
-        first, second = (load(folder, name, dtype=dtype)(input_ids=ids).logits.float() for name in (one, other))
+        models = [load(folder, name, dtype=dtype) for name in (one, other)]
+        first, second = (model(input_ids=ids.to(model.device)).logits.float() for model in models)
     return float((first - second).norm() / second.norm())
 
 
@@ -197,7 +209,8 @@ def compare_sharded(group: Any, family: str) -> Differences:
     adapter: Any = importlib.import_module("fp4comm.adapters.transformers")
     ids, size = texts(8, 0), dist.get_world_size(group)
     with saved_model(group, tiny_config(family)) as folder:
-        alone, model = load(folder), load(folder)
+        alone, model = (load(folder).to(device_of(group)) for _ in range(2))
+    ids = ids.to(model.device)
     alone_loss = alone(input_ids=ids, labels=ids).loss
     alone_loss.backward()
     adapter.shard_experts(model, group, precision="fp32")
@@ -252,6 +265,10 @@ class FineTuning:
     per_choice: int
     num_communicators: int
 
+    def last(self) -> float:
+        """The mean of the last eight losses."""
+        return sum(self.losses[-8:]) / 8
+
     def distance(self, other: FineTuning) -> float:
         """Between two curves: the mean of their distances, as a part of the mean loss."""
         pairs = zip(self.losses, other.losses, strict=True)
@@ -262,14 +279,12 @@ class FineTuning:
         return sum(self.sent[leg] for leg in legs or LEGS) / (len(legs or LEGS) * self.per_choice)
 
 
-def fine_tune(
-    group: Any, family: str, implementation: str, num_steps: int = 16, hidden: int = 256, nudge: float = 0.0
-) -> FineTuning:
-    """Trains all parameters of a model that knows nothing, and whose weights are larger by a part `nudge`."""
+def fine_tune(group: Any, folder: str, implementation: str, num_steps: int = 16, nudge: float = 0.0) -> FineTuning:
+    """Trains all parameters of a model on sequences of other steps; its weights are larger by a part `nudge`."""
     adapter: Any = importlib.import_module("fp4comm.adapters.transformers")
     adapter.close()
-    with saved_model(group, tiny_config(family, hidden)) as folder:
-        model = load(folder, implementation)
+    model = load(folder, implementation)
+    hidden = model.config.hidden_size
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + nudge)
@@ -282,7 +297,7 @@ def fine_tune(
     for module in model.modules():
         if hasattr(module, "down_proj") and hasattr(module, "num_experts"):
             module.register_forward_pre_hook(count)
-    losses = Run(model, [texts(16, seed) for seed in range(num_steps)], share(group), 2e-3, group).losses
+    losses = Run(model, [texts(16, seed, 4) for seed in range(num_steps)], share(group), LEARNING_RATE, group).losses
     comms = adapter.communicators()
     own: tuple[Counter[str], int] = (sum((comm.traffic for comm in comms), Counter()), chosen_elsewhere * hidden * 2)
     of_all: list[Any] = [None] * dist.get_world_size(group)
@@ -304,7 +319,8 @@ def on_two_ranks(group: Any) -> dict[str, Any]:
     results["sharded"] = compare_sharded(group, "gpt_oss")
     results["bf16"] = compare_logits(group, "olmoe", "bf16", "all_to_all", torch.bfloat16)
     results["errors"] = errors(group)
-    results |= {f"fine-tuned {name}": fine_tune(group, "olmoe", name) for name in ("all_to_all", "fp4comm")}
+    with saved_model(group, tiny_config("olmoe", 256), num_steps=PRETRAINING) as folder:
+        results |= {f"fine-tuned {name}": fine_tune(group, folder, name) for name in ("all_to_all", "fp4comm")}
     adapter.close()
     return results
 
@@ -322,35 +338,38 @@ def on_four_ranks(group: Any) -> dict[str, Any]:
     return results
 
 
+def family_rows(group: Any, family: str, folder: str, num_steps: int) -> list[str]:
+    """Of one model."""
+    fields = tiny_config(family).to_dict()
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = next(fields[name] for name in names if name in fields)
+    start = f"| {family} | {fields['num_experts_per_tok']} of {num_experts} |"
+    stock = fine_tune(group, folder, "all_to_all", num_steps)
+    rows = [f"{start} all_to_all | {stock.losses[0]:.3f} | {stock.last():.4f} | | | |"]
+    for name in ("all_to_all", "fp4comm", "fp4comm fp8", "fp4comm mxfp4"):
+        is_twin = name == "all_to_all"  # what chance does
+        run = fine_tune(group, folder, name, num_steps, nudge=1e-6 if is_twin else 0)
+        sent = " | " if is_twin else f"{run.share('dispatch'):.3f} | {run.share():.3f}"
+        title = "its twin" if is_twin else name
+        rows += [f"{start} {title} | {run.losses[0]:.3f} | {run.last():.4f} | {run.distance(stock):.2%} | {sent} |"]
+    return rows
+
+
 def table(group: Any, num_steps: int = 32) -> str:
     """The table of docs/transformers.md."""
     adapter: Any = importlib.import_module("fp4comm.adapters.transformers")
     for recipe in ("fp8", "mxfp4"):
         adapter.register(f"fp4comm {recipe}", precision=recipe)
-    rows = ["| model | top-k | ep_implementation | loss | curve from stock | dispatch bytes | all bytes |"]
-    rows += ["|---|---|---|---:|---:|---:|---:|"]
+    rows = ["| model | top-k | ep_implementation | first loss | last | curve from stock | dispatch bytes | all bytes |"]
+    rows += ["|---|---|---|---:|---:|---:|---:|---:|"]
     for family in FAMILIES:
-        fields = tiny_config(family).to_dict()
-        num_experts = next(
-            fields[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if name in fields
-        )
-        top_k = f"{fields['num_experts_per_tok']} of {num_experts}"
-        stock = fine_tune(group, family, "all_to_all", num_steps)
-        rows += [f"| {family} | {top_k} | all_to_all | {sum(stock.losses[-8:]) / 8:.4f} | | | |"]
-        twin = fine_tune(group, family, "all_to_all", num_steps, nudge=1e-6)  # what chance does
-        rows += [
-            f"| {family} | {top_k} | its twin | {sum(twin.losses[-8:]) / 8:.4f} | {twin.distance(stock):.2%} | | |"
-        ]
-        for name in ("fp4comm", "fp4comm fp8", "fp4comm mxfp4"):
-            run = fine_tune(group, family, name, num_steps)
-            figures = f"{run.distance(stock):.2%} | {run.share('dispatch'):.3f} | {run.share():.3f}"
-            rows += [f"| {family} | {top_k} | {name} | {sum(run.losses[-8:]) / 8:.4f} | {figures} |"]
+        with saved_model(group, tiny_config(family, 256), num_steps=PRETRAINING) as folder:
+            rows += family_rows(group, family, folder, num_steps)
     return "\n".join(rows)
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    text = table(dist.group.WORLD)
+    text = table(fp4comm.world_group())
     if dist.get_rank() == 0:
         print(text)
     importlib.import_module("fp4comm.adapters.transformers").close()
