@@ -49,10 +49,11 @@ $(EXTENSION): $(PACKAGES) pyproject.toml CMakeLists.txt $(CXX_FILES)
 	@touch $@
 
 # An environment whose installation was interrupted has no stamp, and is made anew: pip can't tell what it lacks.
-$(PACKAGES): requirements-dev.txt
+$(PACKAGES): requirements-dev.txt requirements-hosts.txt
 	@test -e $@ || sh tools/check_machine.sh '$(PYTHON)'
 	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	@rm -f $@
 	@echo 'Installing the packages of requirements-dev.txt into $(VENV) (a few minutes)'
 	@python -m pip install -qq --requirement requirements-dev.txt
+	@python -m pip install -qq --no-deps --requirement requirements-hosts.txt
 	@touch $@

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .common import ROOT, number, read_json_lines
+from .hosts import dispatcher_row
 from .report import wire_name
 from .workload import Config
 
@@ -206,6 +207,16 @@ def gpu_codec_table(run: Record, records: Sequence[Record]) -> str:
     return f"{table}\n{gpu_provenance(run, where)}\n"
 
 
+def hosts_table(run: Record, records: Sequence[Record]) -> str:
+    """A host's dispatcher and fp4comm's, in one layer."""
+    header = ["dispatcher", "MB sent", "of stock", "dB", "forward ms", "x stock", "with backward ms", "x stock"]
+    experts = f"experts of width {run['width']}" if run["width"] else "experts that return their rows"
+    table = markdown(header, [dispatcher_row(record) for record in records])
+    where = f"{run['host']} {run['version']}, {run['ranks']} ranks"
+    end = gpu_provenance(run, f"{where}, {run['gpu']} each") if run["device"] == "cuda" else provenance(run, where)
+    return f"{run['config']}, {experts}, {run['dtype']}:\n\n{table}\n{end}\n"
+
+
 def gpu_provenance(run: Record, where: str) -> str:
     """`provenance` with what else is at work on a GPU."""
     versions = f"driver {run['driver']}, CUDA {run['cuda']}, CuPy {run['cupy']}, NCCL {run['nccl']}"
@@ -238,6 +249,8 @@ TABLES: dict[tuple[str, str], Callable[[Record, Sequence[Record]], str]] = {
     ("bandwidth", "cpu"): bandwidth_table,
     ("bandwidth", "cuda"): gpu_bandwidth_table,
     ("codec", "cpu"): codec_table,
+    ("hosts", "cpu"): hosts_table,
+    ("hosts", "cuda"): hosts_table,
     ("codec", "cuda"): gpu_codec_table,
 }
 

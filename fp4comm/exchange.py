@@ -233,6 +233,7 @@ class Exchange:
         out: Tensor,
         is_weighted: bool = False,
         slot_values: Tensor | None = None,
+        sums_slots: bool = False,
     ) -> Tensor | None:
         """Sends one row per received token back and sums, per token, the rows that come back, in rank order.
 
@@ -243,6 +244,7 @@ class Exchange:
             out: `[num_tokens, hidden]`, receives the sums.
             is_weighted: multiply by the received weights in the sum over slots.
             slot_values: float32 `[num_recv_tokens, num_topk]` values that travel back to each token's slots.
+            sums_slots: of a slot's values add up those of all ranks, not only take that of its expert's rank.
 
         Returns:
             `[num_tokens, num_topk]` float32, what came back for each slot, if `slot_values` is given.
@@ -260,7 +262,9 @@ class Exchange:
         with self._stage(leg_name, "unpack"):
             options = self._options(leg_name, decode=True)
             backend.sum_rows(back.rows, Rows.of(out), plan.token_rows, None, options=options)
-            return None if slot_values is None else self._collect_slots(back.weights, plan)
+            if slot_values is None:
+                return None
+            return _sum_slots(back.weights, plan) if sums_slots else self._collect_slots(back.weights, plan)
 
     def _pack_results(
         self, leg_name: str, y: Rows, routing: Routing, is_weighted: bool, slot_values: Tensor | None
@@ -317,7 +321,7 @@ class Exchange:
         ranks = torch.div(plan.topk_idx, self.num_local_experts, rounding_mode="floor").long()
         ranks = torch.where(is_expert, ranks, -1)
         rows = plan.token_rows.gather(1, ranks.clamp(min=0))
-        values = torch.cat([weights, weights.new_zeros(1, weights.shape[1])])
+        values = _with_zero_row(weights)
         return values[torch.where(ranks >= 0, rows, -1), torch.arange(rows.shape[1], device=rows.device)]
 
     def _travel(self, leg_name: str, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
@@ -389,6 +393,20 @@ def _options_without_stream(scale_mode: str, hadamard: bool, seed: int) -> Any:
 def _split(buffer: Tensor, num_rows: Sequence[int]) -> list[Tensor]:
     starts = [sum(num_rows[:rank]) for rank in range(len(num_rows))]
     return [buffer[start : start + num] for start, num in zip(starts, num_rows, strict=True)]
+
+
+def _sum_slots(weights: Tensor, plan: SendPlan) -> Tensor:
+    """Adds up, for each slot of each token, the values that came back with the token's rows, in rank order."""
+    total = torch.zeros(plan.num_tokens, weights.shape[1], device=weights.device)
+    values = _with_zero_row(weights)
+    for rows in plan.token_rows.unbind(1):
+        total += values[rows]
+    return total
+
+
+def _with_zero_row(weights: Tensor) -> Tensor:
+    """With a row at -1, which is no row of the exchange."""
+    return torch.cat([weights, weights.new_zeros(1, weights.shape[1])])
 
 
 def _places(buffer: Tensor, sizes: Sizes) -> list[Tensor]:

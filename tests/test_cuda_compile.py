@@ -102,6 +102,17 @@ def use_routing(t: Target) -> None:
         cuda_route.read_routing(torch.from_numpy(buffer), layout, 8, num_experts // 8 * 7)
 
 
+def use_swiglu(t: Target) -> None:
+    from fp4comm.moe import cuda_swiglu
+
+    for dtype in (torch.bfloat16, torch.float32):
+        gate_up, weights = torch.zeros((64, 4096), dtype=dtype), torch.zeros(64)
+        for is_fp8 in (True, False):
+            cuda_swiglu.forward(gate_up, weights, is_fp8)
+            for makes_act in (True, False):
+                cuda_swiglu.backward(gate_up, weights, gate_up[:, :2048].contiguous(), is_fp8, makes_act)
+
+
 def use_peers(t: Target) -> None:
     """Rows that go to the memory of other ranks, and loops that take few multiprocessors."""
     from fp4comm.backends import cuda_peer
@@ -164,6 +175,7 @@ def recorded() -> tuple[list[Launch], list[Launch]]:
             if fast:
                 use_columns(target)
                 use_routing(target)
+                use_swiglu(target)
                 use_peers(target)
         found.append(list({(launch.file, launch.constants): launch for launch in recorder.launches}.values()))
         names = {(launch.file, launch.name) for launch in recorder.launches}

@@ -27,7 +27,8 @@ LAYERS = (
     ("agreement", "checks", "exchange"),
     ("autograd", "received"),
     ("communicator", "launch"),
-    ("adapters", "moe", "ops"),
+    ("moe", "ops"),
+    ("adapters",),
     ("__init__",),
     ("__main__",),
 )
@@ -41,6 +42,7 @@ THIRD_PARTY = {
     "cupy": ("backends/cuda", "transport/nccl", "transport/peer"),
     "transformers": ("adapters/",),
     "megatron": ("adapters/",),
+    "torchtitan": ("adapters/",),
     "deep_ep": ("adapters/",),
 }
 MAX_IMPORT_SECS = 1.0  # beyond torch and numpy

@@ -24,22 +24,13 @@ from ..communicator import EPCommunicator
 from ..errors import InvalidArgument, NotAvailable, require
 from ..precision import Precision
 from ..received import Received
+from .pool import Options, Pool, checked_options
 
 __all__ = ["close", "communicators", "register", "shard_experts"]
 
 NAME = "fp4comm"
-_OPTIONS = (
-    "check_inputs",
-    "max_buffer_bytes",
-    "num_max_tokens_per_rank",
-    "num_sms",
-    "seed",
-    "timeout_secs",
-    "transport",
-)
 _ATTRIBUTE = "_fp4comm_exchange"
 
-Options = tuple[tuple[str, Any], ...]  # hashable: part of the key under which layers share a communicator
 RunExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -62,7 +53,7 @@ def register(name: str = NAME, *, precision: Precision | str = "fp4", **options:
     known = host.EPImplementationInterface()
     is_free = name not in known or issubclass(known[name], _ExpertParallel)
     require(is_free, "name", repr(name), "a name that transformers doesn't use itself")
-    attributes = {"options": _options(precision, options)}
+    attributes = {"options": checked_options(precision, options)}
     host.EPImplementationInterface.register(
         name, type("Fp4CommEP", (_ExpertParallel, host.EPImplementation), attributes)
     )
@@ -91,13 +82,13 @@ def shard_experts(model: nn.Module, group: Any = None, *, precision: Precision |
         "given to shard_experts",
         "ep_implementation of transformers 5.23 or newer, whose experts can leave out empty rows",
     )
-    chosen = _options(precision, options)
+    chosen = checked_options(precision, options)
     found = list(_experts_of(model))
     require(bool(found), "model", f"a {type(model).__name__} without experts modules", "a model with routed experts")
     for name, experts in found:
         is_sharded = hasattr(experts, _ATTRIBUTE) or any(hasattr(p, "placements") for p in experts.parameters())
         require(not is_sharded, "model", f"sharded already ({name})", "a model with all its experts on every rank")
-    comms = [_communicator(group, e.num_experts, e.config.hidden_size, chosen) for _, e in found]  # checks sizes too
+    comms = [_POOL.get(group, e.num_experts, e.config.hidden_size, chosen) for _, e in found]  # checks sizes too
     for (_, experts), comm in zip(found, comms, strict=True):
         _keep_slice(experts, comm.rank * comm.num_local_experts, comm.num_local_experts)
         run_experts = _stock_forward(experts, experts.config._experts_implementation)
@@ -112,7 +103,7 @@ def communicators() -> tuple[EPCommunicator, ...]:
     There is one for all layers of equal group, number of experts, hidden size and options; it is made in the first
     forward pass. Their `traffic` counts the bytes sent, their `stage_hook` is for profiling.
     """
-    return tuple(_COMMUNICATORS.values())
+    return _POOL.all()
 
 
 def close() -> None:
@@ -120,21 +111,10 @@ def close() -> None:
 
     A model that is used again afterwards makes a new one.
     """
-    while _COMMUNICATORS:
-        _COMMUNICATORS.pop(next(iter(_COMMUNICATORS))).close()
+    _POOL.close()
 
 
-# Not weak: ranks collect garbage at different times, and one would make a communicator that the other still has.
-_COMMUNICATORS: dict[tuple[Any, ...], EPCommunicator] = {}
-
-
-def _communicator(group: Any, num_experts: int, hidden: int, options: Options) -> EPCommunicator:
-    key = (group, num_experts, hidden, options)
-    comm = _COMMUNICATORS.get(key)
-    if comm is None:
-        comm = EPCommunicator(group, num_experts=num_experts, hidden=hidden, **dict(options))
-        _COMMUNICATORS[key] = comm
-    return comm
+_POOL = Pool()
 
 
 class _Exchange:
@@ -150,7 +130,7 @@ class _Exchange:
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """`([T, hidden], [T, K], [T, K]) -> [T, hidden]`. Collective, as is its backward."""
-        comm = _communicator(self._group, self._num_experts, hidden_states.shape[-1], self._options)
+        comm = _POOL.get(self._group, self._num_experts, hidden_states.shape[-1], self._options)
         recv, handle = comm.dispatch(hidden_states, top_k_index, top_k_weights.float())
         return comm.combine(self._compute(recv), handle)
 
@@ -266,12 +246,6 @@ def _keep_slice(experts: Any, start: int, count: int) -> None:
         part = whole.detach()[start : start + count].clone()
         setattr(experts, name, nn.Parameter(part, requires_grad=whole.requires_grad))
     experts.num_experts = count
-
-
-def _options(precision: Precision | str, options: dict[str, Any]) -> Options:
-    for name in options:
-        require(name in _OPTIONS, "option", repr(name), ", ".join(map(repr, ("precision", *_OPTIONS))))
-    return tuple(sorted({**options, "precision": Precision.of(precision)}.items()))
 
 
 def _host(module: str) -> Any:

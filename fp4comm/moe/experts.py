@@ -1,0 +1,282 @@
+"""The experts of a rank: grouped SwiGLU networks, forward and backward, in one piece with the exchange of their rows.
+
+    forward     x -> dispatch -> gate, up -> silu(gate) * up * weight -> down -> combine -> out
+    backward    grad_x <- grad_combine <- ... and weight gradients ... <- grad_dispatch <- grad_out
+
+One autograd function spans all of it, since torch can't pass gradients of FP8 rows from one function to the next:
+tokens go to the GEMMs as they arrive, and gradients likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..autograd import dispatch_gradients
+from ..backends import Rows
+from ..codec import FP8Tensor, MXFP4Tensor, quantize_fp8
+from ..communicator import EPCommunicator
+from ..errors import require
+from ..memory import empty
+from ..received import Received
+from ..routing import Routing
+from . import swiglu
+from .gemm import C, Gemms, Groups, R, W, gemms_for
+from .recipe import Recipe
+from .weights import Cached
+
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class GroupedExperts(nn.Module):
+    """SwiGLU experts of one rank.
+
+    Args:
+        comm: brings tokens, and says which experts are here; its precision is that of the recipe.
+        ffn_hidden: inner width of an expert.
+        recipe: how they compute and what they keep.
+        gemms: see `gemm.gemms_for`.
+        dtype: of the weights: bfloat16 or float32. Optimizers change these; GEMMs read what is made of them once after
+            each change.
+        device: of the weights; None = that of the communicator.
+
+    Attributes:
+        gate_up: `[num_local_experts, 2 * ffn_hidden, hidden]`, gates first.
+        down: `[num_local_experts, hidden, ffn_hidden]`.
+    """
+
+    def __init__(
+        self,
+        comm: EPCommunicator,
+        ffn_hidden: int,
+        recipe: Recipe,
+        *,
+        gemms: str = "auto",
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        require(ffn_hidden > 0 and ffn_hidden % 32 == 0, "ffn_hidden", ffn_hidden, "a multiple of 32")
+        require(dtype in DTYPES, "dtype", dtype, " or ".join(map(str, DTYPES)))
+        self.recipe, self.ffn_hidden, self.hidden = recipe, ffn_hidden, comm.hidden
+        self.first_expert = comm.rank * comm.num_local_experts
+        where = comm.device if device is None else device
+        shape = (comm.num_local_experts, 2 * ffn_hidden, comm.hidden)
+        self.gate_up = nn.Parameter(torch.empty(shape, dtype=dtype, device=where))
+        self.down = nn.Parameter(
+            torch.empty((shape[0], comm.hidden, ffn_hidden), dtype=dtype, device=self.gate_up.device)
+        )
+        self._gemms_name, self._gemms_by_device = gemms, dict[torch.device, Any]()
+        self._alignment, self._has_capacity = comm.expert_alignment, comm.num_max_tokens_per_rank is not None
+        _ = self.gemms  # raises now what it would raise later
+        self._operands: dict[str, Cached[Any]] = {}
+        self.reset_parameters()
+
+    @property
+    def gemms(self) -> Any:
+        """How the experts multiply where their weights are now."""
+        device = self.gate_up.device
+        if device not in self._gemms_by_device:
+            widths = (self.hidden, self.ffn_hidden)
+            sizes = (device, widths, self._alignment, self._has_capacity)
+            self._gemms_by_device[device] = gemms_for(self.recipe.experts, self._gemms_name, *sizes)
+        return self._gemms_by_device[device]
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draws the weights uniformly, as `nn.Linear` does. Those of an expert don't depend on the number of ranks.
+
+        Args:
+            seed: equal on all ranks, or experts of two ranks may be alike; None = one of torch's random numbers.
+        """
+        if self.gate_up.is_meta:
+            return
+        seed = int(torch.randint(2**48, (), device="cpu")) if seed is None else seed
+        for local in range(self.gate_up.shape[0]):
+            generator = torch.Generator(self.gate_up.device).manual_seed(seed + self.first_expert + local)
+            for weights in (self.gate_up[local], self.down[local]):
+                bound = weights.shape[1] ** -0.5
+                weights.uniform_(-bound, bound, generator=generator)
+
+    def forget_operands(self) -> None:
+        """To be called after weights were changed through `.data`, which torch does not notice."""
+        self._operands.clear()
+
+    def operand(self, name: str, dtype: torch.dtype, is_transposed: bool = False) -> Any:
+        """What GEMMs read of the weights `name`, made anew if they have changed.
+
+        Args:
+            name: "gate_up" or "down".
+            dtype: of the tokens.
+            is_transposed: for gradients of rows.
+        """
+        cached = self._operands.setdefault(
+            f"{name}.{dtype}", Cached(lambda weights: _Operands[Any, Any, Any](self.gemms, weights, dtype))
+        )
+        operands = cached.of(getattr(self, name))
+        return operands.transposed if is_transposed else operands.straight
+
+    def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, comm: EPCommunicator) -> Tensor:
+        """What the experts of all ranks make of this rank's tokens. Collective, as is its backward.
+
+        Args:
+            x: `[num_tokens, hidden]` bfloat16 or float32; num_tokens may be 0.
+            topk_idx: `[num_tokens, num_topk]` int64 or int32, -1 = none.
+            topk_weights: float32 of that shape.
+            comm: that of the constructor.
+
+        Returns:
+            `[num_tokens, hidden]`, dtype of x. Differentiable in x, topk_weights and the weights of the experts.
+
+        Raises:
+            InvalidArgument: see `EPCommunicator.dispatch`; x is neither bfloat16 nor float32.
+        """
+        require(x.dtype in DTYPES, "x", f"of dtype {x.dtype}", " or ".join(map(str, DTYPES)))
+        inputs = (x, topk_weights, self.gate_up, self.down)
+        keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+        out: Tensor = _RoutedExperts.apply(*inputs, topk_idx, self, comm, keeps)
+        return out
+
+    def extra_repr(self) -> str:
+        num_experts, _, hidden = self.gate_up.shape
+        return f"{num_experts} experts from {self.first_expert}, hidden={hidden}, ffn_hidden={self.ffn_hidden}"
+
+
+class _Operands(Generic[R, W, C]):
+    """Weights and their transposes as GEMMs read them; the latter only once they are asked for."""
+
+    def __init__(self, gemms: Gemms[R, W, C], weights: Tensor, dtype: torch.dtype) -> None:
+        self._gemms: Gemms[R, W, C] = gemms
+        self.straight: W = gemms.weights(weights, dtype)
+        self._transposed: W | None = None
+
+    @property
+    def transposed(self) -> W:
+        if self._transposed is None:
+            self._transposed = self._gemms.transposed(self.straight)
+        return self._transposed
+
+
+class _RoutedExperts(torch.autograd.Function):
+    """`(x, topk_weights, gate_up, down, topk_idx, experts, comm, keeps) -> out`, from dispatch to combine.
+
+    x, topk_weights, gate_up and down are there for their gradients; keeps = whether backward may follow.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        topk_idx: Tensor,
+        experts: GroupedExperts,
+        comm: EPCommunicator,
+        keeps: bool,
+    ) -> Tensor:
+        gemms, recipe, dtype = experts.gemms, experts.recipe, x.dtype
+        out = "fp8" if gemms.is_fp8 else dtype
+        received, handle = comm.dispatch(x.detach(), topk_idx, topk_weights.detach(), out=out)
+        kept_rows = _tensors_to_keep(received, recipe) if keeps else []  # at once: others may write there later
+        groups, row_weights = Groups.of(handle.routing), received.topk_weights
+        hidden_rows = gemms.multiply(received.x, experts.operand("gate_up", dtype), groups, dtype)
+        act = swiglu.forward_rows(hidden_rows, row_weights, gemms)
+        y = gemms.multiply(act, experts.operand("down", dtype), groups, dtype)
+        if keeps:
+            kept_act = _tensors_of(act) if recipe.keeps_act else []
+            ctx.save_for_backward(hidden_rows, row_weights, *kept_rows, *kept_act)
+            ctx.num_kept_rows, ctx.routing, ctx.experts, ctx.comm = len(kept_rows), handle.routing, experts, comm
+            ctx.versions = gate_up._version, down._version
+        return comm.combine(y, handle, apply_weights=False)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        experts, comm, routing = ctx.experts, ctx.comm, ctx.routing
+        hidden_rows, row_weights, *kept = ctx.saved_tensors
+        _check_unchanged(experts, ctx.versions)
+        gemms, dtype, groups = experts.gemms, hidden_rows.dtype, Groups.of(routing)
+        needs_x, needs_weights, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
+
+        grad_y = _receive_gradients(comm, grad_out, routing, gemms.is_fp8)
+        grad_act = gemms.multiply(grad_y, experts.operand("down", dtype, is_transposed=True), groups, dtype)
+        act = _rows_from(kept[ctx.num_kept_rows :])
+        grad_hidden, grad_row_weights, made = swiglu.backward_rows(
+            hidden_rows, row_weights, grad_act, gemms, makes_act=needs_down and act is None
+        )
+        act = made if act is None else act
+        del grad_act, made
+        grad_down = grad_gate_up = grad_x = grad_topk_weights = None
+        if needs_down:
+            columns = gemms.columns(grad_y, groups), gemms.columns(act, groups)
+            grad_down = gemms.weight_gradient(*columns, groups, experts.down.dtype)
+            del columns
+        del grad_y, act
+        if needs_gate_up:
+            x_columns = _kept_columns(kept[: ctx.num_kept_rows], experts, groups, dtype)
+            grad_columns = gemms.columns(grad_hidden, groups)
+            grad_gate_up = gemms.weight_gradient(grad_columns, x_columns, groups, experts.gate_up.dtype)
+            del x_columns, grad_columns
+        if needs_x or needs_weights:
+            weights = experts.operand("gate_up", dtype, is_transposed=True)
+            grad_rows = gemms.multiply(grad_hidden, weights, groups, dtype)
+            wanted = grad_row_weights if needs_weights else None
+            grad_x, grad_topk_weights = dispatch_gradients(comm._exchange, routing, grad_rows, wanted, dtype)
+        return grad_x if needs_x else None, grad_topk_weights, grad_gate_up, grad_down, None, None, None, None
+
+
+def _check_unchanged(experts: GroupedExperts, versions: tuple[int, int]) -> None:
+    now = experts.gate_up._version, experts.down._version
+    if now != versions:
+        raise RuntimeError("weights of experts were changed in place between forward and backward")
+
+
+def _tensors_to_keep(received: Received, recipe: Recipe) -> list[Tensor]:
+    """What backward needs of the received tokens: float rows, FP8 rows, or the payload and how to take its rows."""
+    if recipe.keeps == "rows":
+        return _tensors_of(received.x)
+    payload, source_rows = received.payload, received.source_rows
+    assert source_rows is not None, "layout 'expert' has them"
+    return [payload.packed, payload.scales, source_rows]
+
+
+def _tensors_of(rows: Tensor | FP8Tensor) -> list[Tensor]:
+    return [rows] if isinstance(rows, Tensor) else [rows.data, rows.scales]
+
+
+def _rows_from(kept: Sequence[Tensor]) -> Any:
+    """The reverse of `_tensors_of`; None if nothing was kept."""
+    if not kept:
+        return None
+    return kept[0] if len(kept) == 1 else FP8Tensor(*kept)
+
+
+def _kept_columns(kept: Sequence[Tensor], experts: GroupedExperts, groups: Groups, dtype: torch.dtype) -> Any:
+    """What weight gradients read of the received tokens."""
+    if experts.recipe.keeps == "rows":
+        return experts.gemms.columns(_rows_from(kept), groups)
+    packed, scales, source_rows = kept
+    return experts.gemms.payload_columns(MXFP4Tensor(packed, scales), source_rows, groups, dtype)
+
+
+def _receive_gradients(comm: EPCommunicator, grad_out: Tensor, routing: Routing, is_fp8: bool) -> Tensor | FP8Tensor:
+    """Sends the gradients of the layer's results to the experts; the rows that GEMMs read there."""
+    exchange, leg = comm._exchange, "grad_dispatch"
+    is_rotated = exchange.precision.leg(leg).hadamard
+    send = exchange.pack_again(leg, Rows.of(grad_out), routing)
+    arrived = exchange.to_experts(leg, send, routing.sizes)
+    rows: Tensor | FP8Tensor
+    if is_fp8 and not is_rotated:
+        rows = FP8Tensor.empty(routing.num_rows, comm.hidden, grad_out.device)
+        exchange.unpack(leg, arrived, rows._rows, routing)
+    else:
+        rows = empty((routing.num_rows, comm.hidden), grad_out.dtype, grad_out.device)
+        exchange.unpack(leg, arrived, Rows.of(rows), routing)
+        rows = quantize_fp8(rows) if is_fp8 else rows  # rotated numbers are no FP8
+    exchange.settle(arrived)
+    return rows

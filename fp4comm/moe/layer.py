@@ -1,0 +1,136 @@
+"""A Mixture-of-Experts layer: router, exchange, experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..communicator import EPCommunicator
+from ..errors import require
+from .experts import GroupedExperts
+from .recipe import Recipe
+from .router import Router
+
+_ALIGNMENT = 16  # rows: what FP8 GEMMs on Hopper take
+_FIXED_ALIGNMENT = 128  # where the host doesn't know the groups: tiles of columns must not span two experts
+
+
+class MoELayer(nn.Module):
+    """A Mixture-of-Experts layer whose experts are spread over the ranks of a group.
+
+    Experts' parameters differ between ranks: their gradients are sums over all ranks' tokens already and must not be
+    summed again. Those of the router and of the shared experts are replicated, and it is up to the training loop to add
+    them up over the ranks. Forward and backward are collective.
+
+    Args:
+        group: what `EPCommunicator` takes; or the communicator of another layer of equal sizes and recipe
+            (`layer.comm`), with which this one then shares it. A layer closes only a communicator that it has made.
+        hidden: width of a token, a multiple of 32 (of 128 for the FP8 GEMMs of Hopper).
+        ffn_hidden: inner width of an expert, likewise.
+        num_experts: over all ranks.
+        num_topk: experts of a token.
+        recipe: a `Recipe` or the name of one: "bf16", "fp8_flow", "fp4" (default), "fp4_all", "fp32".
+        router: options of `Router`, e.g. `{"score": "sigmoid", "has_bias": True, "num_groups": 8}`.
+        num_shared_experts: SwiGLU experts of the same width that every token goes to, replicated, in the dtype of the
+            tokens.
+        expert_alignment: each expert's rows are padded to a multiple of it; None = 16, or 128 with
+            num_max_tokens_per_rank.
+        num_max_tokens_per_rank: see `EPCommunicator`.
+        gemms: "auto", "emulated" or "scaled_mm", see `fp4comm.moe.gemm`.
+        dtype: of the weights of experts: bfloat16 or float32.
+        device: of the weights; None = that of the communicator, or torch's default for a single process.
+        communicator_options: further arguments of `EPCommunicator`.
+
+    Attributes:
+        comm: the communicator.
+        num_tokens_per_expert: int64 `[num_experts]`, choices of this rank's tokens in the last forward.
+        balance: of the last forward, see `Routes`.
+
+    Raises:
+        InvalidArgument: arguments that are wrong or don't go together.
+    """
+
+    num_tokens_per_expert: Tensor
+    balance: Tensor
+
+    def __init__(
+        self,
+        group: Any = None,
+        *,
+        hidden: int,
+        ffn_hidden: int,
+        num_experts: int,
+        num_topk: int,
+        recipe: Recipe | str = "fp4",
+        router: dict[str, Any] | None = None,
+        num_shared_experts: int = 0,
+        expert_alignment: int | None = None,
+        num_max_tokens_per_rank: int | None = None,
+        gemms: str = "auto",
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str | None = None,
+        **communicator_options: Any,
+    ) -> None:
+        super().__init__()
+        self.recipe = Recipe.of(recipe)
+        self._owns_comm = not isinstance(group, EPCommunicator)
+        if isinstance(group, EPCommunicator):
+            self.comm = group
+            _check_shared(group, self.recipe, hidden, num_experts, communicator_options)
+        else:
+            default_alignment = _ALIGNMENT if num_max_tokens_per_rank is None else _FIXED_ALIGNMENT
+            self.comm = EPCommunicator(
+                group,
+                num_experts=num_experts,
+                hidden=hidden,
+                precision=self.recipe.precision,
+                expert_alignment=default_alignment if expert_alignment is None else expert_alignment,
+                num_max_tokens_per_rank=num_max_tokens_per_rank,
+                **communicator_options,
+            )
+        device = self.comm.device if device is None else device
+        self.router = Router(hidden, num_experts, num_topk, device=device, **(router or {}))
+        self.experts = GroupedExperts(self.comm, ffn_hidden, self.recipe, gemms=gemms, dtype=dtype, device=device)
+        width = num_shared_experts * ffn_hidden
+        self.shared = SharedExperts(hidden, width, dtype=dtype, device=device) if width else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[..., hidden]` bfloat16 or float32 -> the same shape and dtype. No tokens at all are fine."""
+        tokens = x.reshape(-1, x.shape[-1])
+        routes = self.router(tokens)
+        self.num_tokens_per_expert, self.balance = routes.num_tokens_per_expert, routes.balance
+        out: Tensor = self.experts(tokens, routes.topk_idx, routes.topk_weights, self.comm)
+        if self.shared is not None:
+            out = out + self.shared(tokens)
+        return out.view(x.shape)
+
+    def close(self) -> None:
+        """Closes the communicator if this layer has made it. Collective; the layer can't be used afterwards."""
+        if self._owns_comm:
+            self.comm.close()
+
+
+class SharedExperts(nn.Module):
+    """A SwiGLU network that every token goes through."""
+
+    def __init__(
+        self, hidden: int, ffn_hidden: int, *, dtype: torch.dtype, device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(hidden, 2 * ffn_hidden, bias=False, dtype=dtype, device=device)
+        self.down = nn.Linear(ffn_hidden, hidden, bias=False, dtype=dtype, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[num_tokens, hidden]` -> the same shape and dtype."""
+        gate, up = nn.functional.linear(x, self.gate_up.weight.to(x.dtype)).chunk(2, dim=-1)
+        return nn.functional.linear(nn.functional.silu(gate) * up, self.down.weight.to(x.dtype))
+
+
+def _check_shared(comm: EPCommunicator, recipe: Recipe, hidden: int, num_experts: int, options: dict[str, Any]) -> None:
+    require(not options, "communicator_options", sorted(options), "none together with a communicator, which has them")
+    require(comm.hidden == hidden, "hidden", hidden, f"{comm.hidden}, that of the communicator")
+    require(comm.num_experts == num_experts, "num_experts", num_experts, f"{comm.num_experts}, as the communicator")
+    accepted = f"one with the legs of the communicator, {comm.precision}"
+    require(comm.precision == recipe.legs, "recipe", recipe, accepted)

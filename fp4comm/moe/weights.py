@@ -1,0 +1,104 @@
+"""Weights of experts as GEMMs read them, made again only when the parameter has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..errors import require
+from ..formats import GROUP_SIZE
+
+_E4M3_MAX_MANTISSA = 448 / 512  # 448 = 0.875 * 2**9
+_E4M3_MAX_EXPONENT = 9
+_LEAST_EXPONENT = -126  # scales stay normal numbers
+
+Operand = TypeVar("Operand")
+
+
+@dataclass(frozen=True, eq=False)
+class FP8Blocks:
+    """Matrices of E4M3 numbers with a power-of-two float32 scale per block of 128x128.
+
+    Attributes:
+        data: float8_e4m3fn `[num_experts, n, k]`.
+        scales: float32 `[num_experts, ceil(n / 128), ceil(k / 128)]`.
+    """
+
+    data: Tensor
+    scales: Tensor
+
+    def transposed(self) -> FP8Blocks:
+        """The transposes, in memory of their own: the same numbers, since blocks are square."""
+        return FP8Blocks(self.data.transpose(1, 2).contiguous(), self.scales.transpose(1, 2).contiguous())
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`[num_experts, n, k]`. Exact in float32; in bfloat16, too, where numbers are above its subnormals."""
+        _, n, k = self.data.shape
+        scales = self.scales.repeat_interleave(GROUP_SIZE, 1)[:, :n].repeat_interleave(GROUP_SIZE, 2)[:, :, :k]
+        return (self.data.float() * scales).to(dtype)
+
+
+def quantize_fp8_blocks(weights: Tensor) -> FP8Blocks:
+    """Quantizes matrices to FP8, with the smallest power of two per 128x128 as scale that avoids saturation.
+
+    Args:
+        weights: `[num_experts, n, k]` float32, bfloat16 or float16. A block with a NaN or an Inf becomes NaN.
+
+    Raises:
+        InvalidArgument: not three dimensions, or not of a float dtype.
+    """
+    require(weights.ndim == 3, "weights", f"of shape {list(weights.shape)}", "[num_experts, n, k]")
+    accepted = "torch.float32, torch.bfloat16 or torch.float16"
+    floats = (torch.float32, torch.bfloat16, torch.float16)
+    require(weights.dtype in floats, "weights", f"of dtype {weights.dtype}", accepted)
+    num_experts, n, k = weights.shape
+    data = torch.empty_like(weights, dtype=torch.float8_e4m3fn, memory_format=torch.contiguous_format)
+    shape = (num_experts, -(-n // GROUP_SIZE), -(-k // GROUP_SIZE))
+    scales = torch.empty(shape, dtype=torch.float32, device=weights.device)
+    for weight, own_data, own_scales in zip(weights, data, scales, strict=True):  # float32 for one expert at a time
+        _quantize_matrix(weight.float(), own_data, own_scales)
+    return FP8Blocks(data, scales)
+
+
+def _quantize_matrix(weight: Tensor, data: Tensor, scales: Tensor) -> None:
+    n, k = weight.shape
+    rows, columns = scales.shape
+    padded = torch.nn.functional.pad(weight, (0, columns * GROUP_SIZE - k, 0, rows * GROUP_SIZE - n))
+    blocks = padded.view(rows, GROUP_SIZE, columns, GROUP_SIZE)
+    amax = blocks.abs().amax(dim=(1, 3))
+    mantissa, exponent = torch.frexp(amax)
+    exponent = exponent - _E4M3_MAX_EXPONENT + (mantissa > _E4M3_MAX_MANTISSA).int()
+    exponent = torch.where(torch.isfinite(amax) & (amax > 0), exponent, 0).clamp(min=_LEAST_EXPONENT)
+    torch.ldexp(torch.ones_like(amax), exponent, out=scales)
+    divisor = torch.where(torch.isfinite(amax), scales, torch.nan)
+    data.copy_((blocks / divisor[:, None, :, None]).view_as(padded)[:n, :k])
+
+
+class Cached(Generic[Operand]):
+    """What `make` makes of a tensor, made again when the tensor has been written to or is another one.
+
+    Writing through `tensor.data` goes unnoticed by torch, and so here: call `forget` after that.
+    """
+
+    def __init__(self, make: Callable[[Tensor], Operand]) -> None:
+        self._make = make
+        self._key: tuple[object, ...] | None = None
+        self._made: Operand | None = None
+
+    def of(self, tensor: Tensor) -> Operand:
+        """For the tensor as it is now; not differentiable."""
+        key = (tensor.data_ptr(), tensor._version, tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if self._made is None or key != self._key:
+            self._made = None  # its memory may serve for the new one
+            with torch.no_grad():
+                self._made = self._make(tensor.detach())
+            self._key = key
+        return self._made
+
+    def forget(self) -> None:
+        """Makes it again at the next use."""
+        self._key = self._made = None

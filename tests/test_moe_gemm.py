@@ -1,0 +1,96 @@
+"""The GEMMs of Hopper on operands of the CPU: what `torch._scaled_mm` would be given, by the rules of its source."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp4comm import quantize_mxfp4
+from fp4comm.moe import gemm
+from fp4comm.moe.gemm import EmulatedFP8Gemms, FloatGemms, Groups, ScaledGemms
+
+SIZES = (32, 0, 144, 16)
+NUM_ROWS = sum(SIZES)
+
+
+class ScaledMM:
+    """Takes the place of `torch._scaled_mm`: refuses layouts that torch does, and multiplies in float32.
+
+    Scales of 128x128 are read as cuBLAS does, each row at a multiple of four numbers, whatever their strides say.
+
+    Args:
+        padding: torch demands strides of a multiple of so many numbers for them.
+    """
+
+    def __init__(self, padding: int) -> None:
+        self.padding = padding
+
+    def __call__(
+        self, a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, *, out_dtype: torch.dtype, out: Tensor
+    ) -> Tensor:
+        assert a.is_contiguous()
+        assert b.t().is_contiguous()
+        assert a.shape[1] % 16 == b.shape[1] % 16 == 0
+        assert out.dtype == out_dtype
+        return out.copy_(self.numbers(a, a_scales) @ self.numbers(b.t(), b_scales.t()).t())
+
+    def numbers(self, data: Tensor, scales: Tensor) -> Tensor:
+        n, k = data.shape
+        blocks = -(-k // 128)
+        by_rows = scales.shape == (n, blocks)
+        if not by_rows:
+            assert scales.shape == (-(-n // 128), blocks)
+        strides = (1, n) if by_rows else (-(-blocks // self.padding) * self.padding, 1)
+        for size, stride, wanted in zip(scales.shape, scales.stride(), strides, strict=True):
+            assert size == 1 or stride == wanted
+        if not by_rows:
+            read = scales.as_strided(scales.shape, (-(-blocks // 4) * 4, 1))
+            scales = read.repeat_interleave(128, 0)[:n]
+        return data.float() * scales.repeat_interleave(128, 1)[:, :k]
+
+
+def results(gemms: Any, num_rows: int = NUM_ROWS) -> list[Tensor]:
+    """Rows, gradients of rows, and gradients of weights from rows and from a payload."""
+    rng = torch.Generator().manual_seed(1)
+    x, dy = torch.randn(num_rows, 384, generator=rng), torch.randn(num_rows, 256, generator=rng)
+    weights = gemms.weights(torch.randn(len(SIZES), 256, 384, generator=rng), torch.float32)
+    groups = Groups.of_sizes(SIZES, num_rows)
+    rows = gemms.rows(x, torch.float32), gemms.rows(dy, torch.float32)
+    columns = [gemms.columns(part, groups) for part in rows]
+    of_payload = gemms.payload_columns(quantize_mxfp4(x), torch.arange(num_rows), groups, torch.float32)
+    return [
+        gemms.multiply(rows[0], weights, groups, torch.float32)[:NUM_ROWS],
+        gemms.multiply(rows[1], gemms.transposed(weights), groups, torch.float32)[:NUM_ROWS],
+        gemms.weight_gradient(columns[1], columns[0], groups, torch.float32),
+        gemms.weight_gradient(columns[1], of_payload, groups, torch.float32),
+    ]
+
+
+@pytest.mark.parametrize("num_rows", [NUM_ROWS, NUM_ROWS + 64])
+@pytest.mark.parametrize("padding", [1, 4])
+def test_what_hopper_is_given(padding: int, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", ScaledMM(padding))
+    monkeypatch.setattr(gemm, "_wants_padded_scales", lambda: padding > 1)
+    for got, want in zip(results(ScaledGemms(), num_rows), results(EmulatedFP8Gemms(), num_rows), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_emulation_is_close_to_floats() -> None:
+    for got, want in zip(results(EmulatedFP8Gemms()), results(FloatGemms()), strict=True):
+        assert got.shape == want.shape
+        assert (got - want).norm() < 0.06 * want.norm()
+
+
+def test_groups_of_fixed_shapes_need_no_sizes() -> None:
+    """Where groups are multiples of 128 rows, columns of all rows at once hold the same tiles."""
+    gemms, rng = EmulatedFP8Gemms(), torch.Generator().manual_seed(2)
+    known = Groups.of_sizes((128, 0, 256), 512)
+    unknown = Groups(known.ends, 512)
+    assert unknown.column_sizes == (512,)
+    assert unknown.sizes == known.sizes
+    rows = gemms.rows(torch.randn(512, 128, generator=rng), torch.float32)
+    together, apart = gemms.columns(rows, unknown).dequantize(), gemms.columns(rows, known).dequantize()
+    assert torch.equal(together[:384], apart)

@@ -1,0 +1,131 @@
+"""The MoE layer on a GPU: its GEMMs, the numbers of the CPU, and no wait for the device where shapes are fixed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp4comm import quantize_mxfp4
+from fp4comm.moe import MoELayer
+from fp4comm.moe.gemm import EmulatedFP8Gemms, Groups, ScaledGemms
+
+pytestmark = pytest.mark.gpu
+SIZES: dict[str, Any] = {"hidden": 512, "ffn_hidden": 256, "num_experts": 8, "num_topk": 2}
+GROUP_ROWS = (64, 0, 144, 16, 256)
+
+
+def is_hopper() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+needs_hopper = pytest.mark.skipif(not is_hopper(), reason="needs a GPU of compute capability 9.0")
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Of the norm."""
+    return float((got.float().cpu() - want.float().cpu()).norm() / want.float().cpu().norm())
+
+
+def operands(gemms: Any, device: str) -> list[Tensor]:
+    """What the three GEMMs of a matrix of experts give: rows, gradients of rows, gradient of the weights."""
+    rng = torch.Generator().manual_seed(1)
+    num_rows = sum(GROUP_ROWS)
+    x, dy = torch.randn(num_rows, 512, generator=rng), torch.randn(num_rows, 384, generator=rng)
+    weights = gemms.weights((torch.randn(len(GROUP_ROWS), 384, 512, generator=rng) / 16).to(device), torch.bfloat16)
+    groups = Groups.of_sizes(GROUP_ROWS, device=device)
+    rows = gemms.rows(x.to(device), torch.bfloat16), gemms.rows(dy.to(device), torch.bfloat16)
+    columns = [gemms.columns(part, groups) for part in rows]
+    return [
+        gemms.multiply(rows[0], weights, groups, torch.bfloat16),
+        gemms.multiply(rows[1], gemms.transposed(weights), groups, torch.bfloat16),
+        gemms.weight_gradient(columns[1], columns[0], groups, torch.float32),
+        gemms.payload_columns(
+            quantize_mxfp4(x.to(device)), torch.arange(num_rows, device=device), groups, torch.bfloat16
+        ).dequantize(),
+    ]
+
+
+@pytest.mark.parametrize("kind", [EmulatedFP8Gemms, pytest.param(ScaledGemms, marks=needs_hopper)])
+def test_gemms_give_the_numbers_of_the_cpu(kind: type[EmulatedFP8Gemms] | type[ScaledGemms]) -> None:
+    """Within the roundings of BF16, and of the sums of FP8 tensor cores, which keep fewer bits than float32."""
+    for got, want in zip(operands(kind(), "cuda"), operands(EmulatedFP8Gemms(), "cpu"), strict=True):
+        assert got.shape == want.shape
+        assert error(got, want) < 3e-3
+
+
+def make_layer(recipe: str, device: str, **options: Any) -> MoELayer:
+    layer = MoELayer(recipe=recipe, device=device, **{**SIZES, **options})
+    rng = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=rng) * parameter.shape[-1] ** -0.5)
+    return layer
+
+
+def run(layer: MoELayer, device: str) -> list[Tensor]:
+    """Result and gradients for tokens whose choices no rounding of the router changes."""
+    rng = torch.Generator().manual_seed(3)
+    x = torch.randn(300, SIZES["hidden"], generator=rng).bfloat16().to(device).requires_grad_()
+    idx = torch.rand(300, SIZES["num_experts"], generator=rng).argsort(dim=1)[:, :2].to(device)
+    weights = torch.rand(300, 2, generator=rng).to(device).requires_grad_()
+    out = layer.experts(x, idx, weights, layer.comm)
+    out.backward(torch.randn(out.shape, generator=rng).bfloat16().to(device))
+    return [out.detach(), x.grad, weights.grad, layer.experts.gate_up.grad, layer.experts.down.grad]
+
+
+@pytest.mark.parametrize("options", [{"gemms": "emulated"}, {"num_max_tokens_per_rank": 320}, {"gemms": "auto"}])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow", "fp4"])
+def test_experts_give_the_numbers_of_the_cpu(recipe: str, options: dict[str, Any]) -> None:
+    """A number beside a threshold of FP8 may fall on the other side, since sums between are made in another order."""
+    want = run(make_layer(recipe, "cpu"), "cpu")
+    layer = make_layer(recipe, "cuda", **options)
+    for got, expected in zip(run(layer, "cuda"), want, strict=True):
+        assert error(got, expected) < 0.01
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Meanwhile every wait for the device that torch knows of raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow", "fp4", "fp4_all"])
+def test_fixed_shapes_never_wait_for_the_device(recipe: str) -> None:
+    layer = make_layer(recipe, "cuda", num_max_tokens_per_rank=320, num_shared_experts=1)
+    x = torch.randn(300, SIZES["hidden"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    upstream = torch.randn_like(x)
+    layer(x).backward(upstream)  # kernels are compiled, operands made
+    with no_waiting():
+        layer(x).backward(upstream)
+
+
+@needs_hopper
+def test_peak_memory_of_what_is_kept() -> None:
+    """Memory that forward leaves allocated is what the function says, but for the routing, which all recipes have."""
+    from fp4comm.moe import activation_bytes
+
+    kept, expected = {}, {}
+    for recipe in ("fp8_flow", "fp4"):
+        layer = make_layer(recipe, "cuda")
+        x = torch.randn(4096, SIZES["hidden"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        layer(x).sum().backward()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        out = layer.experts(x, *layer.router(x)[:2], layer.comm)
+        kept[recipe] = torch.cuda.memory_allocated() - before - out.nbytes
+        rows = sum(-(-count // 16) * 16 for count in layer.router(x).num_tokens_per_expert.tolist())
+        sizes = {name: SIZES[name] for name in ("num_topk", "hidden", "ffn_hidden")}
+        expected[recipe] = activation_bytes(recipe, num_rows=rows, num_recv_tokens=4096, **sizes).total
+    assert kept["fp8_flow"] - kept["fp4"] == pytest.approx(expected["fp8_flow"] - expected["fp4"], rel=0.05)
