@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,14 +86,6 @@ class PlainExperts(nn.Module):
         return torch._grouped_mm(nn.functional.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
 
 
-@dataclass
-class Memory:
-    """Bytes of a device: what a forward pass leaves for backward, and the most that both took beside it before."""
-
-    kept: int
-    peak: int
-
-
 class Variant:
     """Experts of one kind and their clock."""
 
@@ -133,23 +124,16 @@ class Variant:
             self.experts.forget_operands()
         return self.training()
 
-    def memory(self) -> Memory | None:
-        """None on a CPU."""
+    def kept_bytes(self) -> int | None:
+        """What a forward pass leaves on the device for backward, beside its result; None on a CPU."""
         if self.device.type == "cpu":
             return None
         x, weights = (tensor.detach().requires_grad_() for tensor in (self.inputs.x, self.inputs.topk_weights))
-        for parameter in self.experts.parameters():
-            parameter.grad = None
         torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         y = self.run(x, weights)
         torch.cuda.synchronize()
-        kept = torch.cuda.memory_allocated() - before - y.nbytes
-        y.backward(self.inputs.gradient)
-        torch.cuda.synchronize()
-        gradients = sum(p.grad.nbytes for p in self.experts.parameters() if p.grad is not None)
-        return Memory(kept, torch.cuda.max_memory_allocated() - before - gradients)
+        return torch.cuda.memory_allocated() - before - y.nbytes
 
 
 def make_variants(
@@ -207,15 +191,13 @@ def run(ranks: Ranks, options: argparse.Namespace) -> list[dict[str, Any]]:
     records = [environment("moe_layer", ranks.launcher, ranks=ranks.num_ranks, **about, **gpu_facts(ranks.device))]
     variants, layers = make_variants(ranks, inputs, sizes, options.calls)
     distances = check(variants)
-    memory = {name: variant.memory() for name, variant in variants.items()}
+    kept = {name: variant.kept_bytes() for name, variant in variants.items()}
     parts = {name: kernel_seconds(variant) for name, variant in variants.items()}
     own = measure(variants, Budget.of(options, ranks.device.type), decide=ranks.any)
     times = {name: slowest(ranks.gather(samples)) for name, samples in own.items()}
     for name, samples in times.items():
         records.append(variant_record(name, samples, times[PLAIN], sizes.num_tokens * ranks.num_ranks))
-        records[-1] |= {"sqnr_db": distances[name], "kernel_seconds": parts[name]}
-        if memory[name] is not None:
-            records[-1] |= {"kept_bytes": memory[name].kept, "peak_bytes": memory[name].peak}
+        records[-1] |= {"sqnr_db": distances[name], "kernel_seconds": parts[name], "kept_bytes": kept[name]}
     ranks.say(text(records))
     for layer in layers:
         layer.close()
@@ -262,7 +244,7 @@ def variant_record(name: str, times: Sequence[Times], plain: Sequence[Times], nu
 
 
 TIMES = ("forward ms", "with backward", "step ms")
-COLUMNS = ("experts", "dB", *(column for time in TIMES for column in (time, "x torch")), "kept MiB", "peak MiB")
+COLUMNS = ("experts", "dB", *(column for time in TIMES for column in (time, "x torch")), "kept MiB")
 
 
 def text(records: Sequence[dict[str, Any]]) -> str:
@@ -270,8 +252,8 @@ def text(records: Sequence[dict[str, Any]]) -> str:
     first, *rest = records
     parts = [f"{first['config']}, width {first['width']}", format_table(COLUMNS, [row(record) for record in rest])]
     if rest[0]["kernel_seconds"]:
-        table = [[r["name"], *(number(1e3 * r["kernel_seconds"][part]) for part in PARTS)] for r in rest]
-        parts.append("kernels of a step, ms\n" + format_table(("experts", *PARTS), table))
+        table = format_table(("experts", *PARTS), [parts_row(record) for record in rest])
+        parts.append(f"kernels of a step, ms\n{table}")
     return "\n\n".join(parts)
 
 
@@ -281,8 +263,13 @@ def row(record: dict[str, Any]) -> list[str]:
     cells = [record["name"], number(min(noise)) if noise else "exact"]
     for which in PASSES:
         cells += [number(1e3 * record["seconds"][which]["median"]), number(record["speedup_over_plain"][which])]
-    sizes = (record.get(key) for key in ("kept_bytes", "peak_bytes"))
-    return [*cells, *(number(None if size is None else size / MIB) for size in sizes)]
+    kept = record["kept_bytes"]
+    return [*cells, number(None if kept is None else kept / MIB)]
+
+
+def parts_row(record: dict[str, Any]) -> list[str]:
+    """The line of one kind of experts in the table of kernels."""
+    return [record["name"], *(number(1e3 * record["kernel_seconds"][part]) for part in PARTS)]
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -18,6 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from . import moe_layer
 from .common import ROOT, number, read_json_lines
 from .hosts import dispatcher_row
 from .report import wire_name
@@ -217,6 +218,17 @@ def hosts_table(run: Record, records: Sequence[Record]) -> str:
     return f"{run['config']}, {experts}, {run['dtype']}:\n\n{table}\n{end}\n"
 
 
+def moe_table(run: Record, records: Sequence[Record]) -> str:
+    """Experts by recipe, and where the time of a step goes."""
+    where = f"{run['ranks']} ranks, {run['gpu']} each"
+    parts = [
+        f"{run['config']}, width {run['width']}:\n\n{markdown(moe_layer.COLUMNS, [moe_layer.row(r) for r in records])}",
+        "Kernels of a step, ms:\n\n",
+        markdown(("experts", *moe_layer.PARTS), [moe_layer.parts_row(record) for record in records]),
+    ]
+    return f"{parts[0]}\n{parts[1]}{parts[2]}\n{gpu_provenance(run, where)}\n"
+
+
 def gpu_provenance(run: Record, where: str) -> str:
     """`provenance` with what else is at work on a GPU."""
     versions = f"driver {run['driver']}, CUDA {run['cuda']}, CuPy {run['cupy']}, NCCL {run['nccl']}"
@@ -251,6 +263,7 @@ TABLES: dict[tuple[str, str], Callable[[Record, Sequence[Record]], str]] = {
     ("codec", "cpu"): codec_table,
     ("hosts", "cpu"): hosts_table,
     ("hosts", "cuda"): hosts_table,
+    ("moe_layer", "cuda"): moe_table,
     ("codec", "cuda"): gpu_codec_table,
 }
 
