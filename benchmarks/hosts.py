@@ -12,7 +12,6 @@ over the ranks, on GPUs the device's.
 from __future__ import annotations
 
 import argparse
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-from fp4comm.errors import Fp4CommError
 
 from .clocks import make_clock
 from .common import (
@@ -34,11 +31,10 @@ from .common import (
     number,
     positive,
     summary_record,
-    write_json_lines,
 )
 from .device import add_device_option, gpu_facts
 from .host_layers import HOSTS, Dispatcher, Host, Sizes
-from .ranks import EXIT_USAGE, Ranks, abort
+from .ranks import Ranks, run_with_torch
 from .workload import Config, Workload
 
 PASSES = ("forward", "training")
@@ -217,22 +213,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    options = make_parser().parse_args()
-    ranks = Ranks()
-    if ranks.control.name != "process_group":
-        accepted = "torchrun --nproc-per-node N -m benchmarks.hosts"
-        ranks.leave(f"hosts need torch.distributed; accepted: {accepted}", EXIT_USAGE)
-    try:
-        ranks.use_device(options.device)
-        records = run(ranks, options)
-        if options.json and ranks.rank == 0:
-            write_json_lines(options.json, records)
-        ranks.close()
-    except Fp4CommError as error:  # all ranks raise it together
-        ranks.leave(str(error), EXIT_USAGE)
-    except Exception:  # the other ranks don't know of it and would wait
-        traceback.print_exc()
-        abort(ranks.group)
+    run_with_torch("hosts", make_parser().parse_args(), run)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ in forward with backward, they are as they were.
 from __future__ import annotations
 
 import argparse
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-from fp4comm.errors import Fp4CommError
 from fp4comm.moe import GroupedExperts, MoELayer
 
 from .clocks import make_clock
@@ -36,12 +34,11 @@ from .common import (
     number,
     positive,
     summary_record,
-    write_json_lines,
 )
 from .device import add_device_option, gpu_facts
 from .host_layers import Sizes
 from .hosts import Inputs, make_workload, slowest, sqnr_db
-from .ranks import EXIT_USAGE, Ranks, abort
+from .ranks import Ranks, run_with_torch
 from .workload import Workload
 
 SHAPES = {  # hidden, width, experts, top-k
@@ -289,22 +286,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    options = make_parser().parse_args()
-    ranks = Ranks()
-    if ranks.control.name != "process_group":
-        accepted = "torchrun --nproc-per-node N -m benchmarks.moe_layer"
-        ranks.leave(f"plain PyTorch needs torch.distributed; accepted: {accepted}", EXIT_USAGE)
-    try:
-        ranks.use_device(options.device)
-        records = run(ranks, options)
-        if options.json and ranks.rank == 0:
-            write_json_lines(options.json, records)
-        ranks.close()
-    except Fp4CommError as error:  # all ranks raise it together
-        ranks.leave(str(error), EXIT_USAGE)
-    except Exception:  # the other ranks don't know of it and would wait
-        traceback.print_exc()
-        abort(ranks.group)
+    run_with_torch("moe_layer", make_parser().parse_args(), run)
 
 
 if __name__ == "__main__":

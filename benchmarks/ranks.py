@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -13,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fp4comm
-from fp4comm.errors import InvalidArgument, NotAvailable
+from fp4comm.errors import Fp4CommError, InvalidArgument, NotAvailable
 from fp4comm.transport import Transport, make_transport
 
+from .common import write_json_lines
 from .device import CPU, choose_device
 
 TIMEOUT_SECS = 120.0
@@ -160,3 +163,24 @@ def abort(group: Any) -> NoReturn:
     if hasattr(group, "Abort"):
         group.Abort(1)
     os._exit(1)
+
+
+def run_with_torch(
+    module: str, options: argparse.Namespace, run: Callable[[Ranks, argparse.Namespace], list[dict[str, Any]]]
+) -> None:
+    """The main program of a benchmark whose baseline stands on torch.distributed: runs it and writes its records."""
+    ranks = Ranks()
+    if ranks.control.name != "process_group":
+        accepted = f"torchrun --nproc-per-node N -m benchmarks.{module}"
+        ranks.leave(f"benchmarks.{module} needs torch.distributed; accepted: {accepted}", EXIT_USAGE)
+    try:
+        ranks.use_device(options.device)
+        records = run(ranks, options)
+        if options.json and ranks.rank == 0:
+            write_json_lines(options.json, records)
+        ranks.close()
+    except Fp4CommError as error:  # all ranks raise it together
+        ranks.leave(str(error), EXIT_USAGE)
+    except Exception:  # the other ranks don't know of it and would wait
+        traceback.print_exc()
+        abort(ranks.group)

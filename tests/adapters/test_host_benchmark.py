@@ -45,4 +45,4 @@ def test_host(host: str, tmp_path: Path) -> None:
 def test_one_process_is_refused() -> None:
     code, output = run_command([sys.executable, *PROGRAM, "transformers", *TINY], timeout=60)
     assert code == 2
-    assert "hosts need torch.distributed; accepted: torchrun --nproc-per-node N" in output
+    assert "benchmarks.hosts needs torch.distributed; accepted: torchrun --nproc-per-node N" in output
