@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from . import moe_layer
+from . import moe_report
 from .common import ROOT, number, read_json_lines
 from .hosts import dispatcher_row
 from .report import wire_name
@@ -219,14 +219,13 @@ def hosts_table(run: Record, records: Sequence[Record]) -> str:
 
 
 def moe_table(run: Record, records: Sequence[Record]) -> str:
-    """Experts by recipe, and where the time of a step goes."""
+    """Experts by recipe, and where the time of a step goes; for each shape."""
+    parts = []
+    for title, experts in moe_report.by_shape(run, records):
+        parts.append(f"{title}:\n\n{markdown(*moe_report.times_table(experts))}")
+        parts.append(f"{moe_report.KERNELS}:\n\n{markdown(*moe_report.parts_table(experts))}")
     where = f"{run['ranks']} ranks, {run['gpu']} each"
-    parts = [
-        f"{run['config']}, width {run['width']}:\n\n{markdown(moe_layer.COLUMNS, [moe_layer.row(r) for r in records])}",
-        "Kernels of a step, ms:\n\n",
-        markdown(("experts", *moe_layer.PARTS), [moe_layer.parts_row(record) for record in records]),
-    ]
-    return f"{parts[0]}\n{parts[1]}{parts[2]}\n{gpu_provenance(run, where)}\n"
+    return "\n".join(parts) + f"\n{gpu_provenance(run, where)}\n"
 
 
 def gpu_provenance(run: Record, where: str) -> str:

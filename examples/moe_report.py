@@ -1,15 +1,24 @@
-"""Results of the training comparison: a table, a JSON file and a plot."""
+"""Results of the training comparison: a table, a JSON file and a plot.
+
+    python examples/moe_report.py docs/training_large.json
+
+puts results that another machine has written into docs/training.md, and draws their plot again.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 LEGS = ("dispatch", "combine", "grad_dispatch", "grad_combine")
-MARKS = ("<!-- results: written by train_moe.py -->", "<!-- end of results -->")
+DOCUMENT = "training.md"
+_PANELS = {2: (11, (3, 2)), 3: (15, (3, 3, 2.4))}  # width in inches and shares of it, by number of panels
 
 
 @dataclass
@@ -17,6 +26,7 @@ class Run:
     """One training run. Losses are in nats per byte.
 
     Attributes:
+        name: the wire or recipe.
         training_loss: of every step.
         validation_loss: (step, loss) on a few windows, the last on all of them.
         final_loss: the last validation loss.
@@ -25,7 +35,7 @@ class Run:
         load: for each layer, tokens of the idlest and the busiest expert in the final validation; 1 = the mean expert.
     """
 
-    wire: str
+    name: str
     seed: int
     training_loss: list[float] = field(default_factory=list)
     validation_loss: list[tuple[int, float]] = field(default_factory=list)
@@ -38,7 +48,13 @@ class Run:
 
 @dataclass
 class Report:
-    """All runs, and what is needed to repeat them. `settings` and `corpus` are plain data."""
+    """All runs, and what is needed to repeat them. `settings` and `corpus` are plain data.
+
+    Attributes:
+        command: that made the runs; a line each if there were several.
+        kind: what is compared, "wire" or "recipe".
+        model: what there is to say of the model in one line, or "".
+    """
 
     command: str
     date: str
@@ -49,34 +65,40 @@ class Report:
     settings: dict[str, Any]
     corpus: dict[str, Any]
     runs: list[Run]
+    kind: str = "wire"
+    model: str = ""
 
     @property
-    def wires(self) -> list[str]:
+    def names(self) -> list[str]:
         """In the order of the command line; the others are compared with the first."""
-        return list(dict.fromkeys(run.wire for run in self.runs))
+        return list(dict.fromkeys(run.name for run in self.runs))
 
-    def of(self, wire: str) -> list[Run]:
-        """The runs of a wire by seed."""
-        return [run for run in self.runs if run.wire == wire]
+    def of(self, name: str) -> list[Run]:
+        """The runs of a wire or recipe by seed."""
+        return sorted((run for run in self.runs if run.name == name), key=lambda run: run.seed)
 
-    def differences(self, wire: str) -> list[float]:
-        """Final loss relative to the first wire in %, by seed."""
-        pairs = zip(self.of(wire), self.of(self.wires[0]), strict=True)
-        return [100 * (run.final_loss / base.final_loss - 1) for run, base in pairs]
+    def pairs(self, name: str) -> Iterator[tuple[Run, Run]]:
+        """The runs of `name` beside those of the first with the same seed."""
+        first = {run.seed: run for run in self.of(self.names[0])}
+        return ((run, first[run.seed]) for run in self.of(name) if run.seed in first)
+
+    def differences(self, name: str) -> list[float]:
+        """Final loss relative to the first in %, by seed."""
+        return [100 * (run.final_loss / base.final_loss - 1) for run, base in self.pairs(name)]
 
     def summary(self) -> dict[str, dict[str, Any]]:
-        """What the table says, by wire."""
-        base_bytes = _mean_bytes(self.of(self.wires[0]))
+        """What the table says, by wire or recipe."""
+        base_bytes = _mean_bytes(self.of(self.names[0])) if self.runs else {}
         result = {}
-        for wire in self.wires:
-            differences, sent = self.differences(wire), _mean_bytes(self.of(wire))
-            result[wire] = {
-                "final_loss": statistics.mean(run.final_loss for run in self.of(wire)),
-                "difference_percent": statistics.mean(differences),
+        for name in self.names:
+            differences, sent = self.differences(name), _mean_bytes(self.of(name))
+            result[name] = {
+                "final_loss": statistics.mean(run.final_loss for run in self.of(name)),
+                "difference_percent": statistics.mean(differences) if differences else None,
                 "spread_percent": statistics.stdev(differences) if len(differences) > 1 else None,
                 "bytes_per_token": sum(sent.values()),
                 "relative_bytes": {leg: sent[leg] / base_bytes[leg] if base_bytes[leg] else None for leg in LEGS},
-                "seconds": statistics.mean(run.seconds for run in self.of(wire)),
+                "seconds": statistics.mean(run.seconds for run in self.of(name)),
             }
         return result
 
@@ -86,17 +108,19 @@ def _mean_bytes(runs: list[Run]) -> dict[str, float]:
 
 
 def table(report: Report) -> str:
-    """The summary as text, a line per wire."""
-    base = report.wires[0]
+    """The summary as text, a line per wire or recipe."""
+    base = report.names[0]
     lines = [
         f"{'':8}{'validation':>12}{f'relative to {base}':>22}{f'bytes per token, relative to {base}':>42}",
-        f"{'wire':8}{'loss':>12}{'mean':>12}{'spread':>10}{''.join(f'{leg:>15}' for leg in LEGS)}{'s / run':>10}",
+        f"{report.kind:8}{'loss':>12}{'mean':>12}{'spread':>10}{''.join(f'{leg:>15}' for leg in LEGS)}{'s / run':>10}",
     ]
-    for wire, row in report.summary().items():
+    for name, row in report.summary().items():
         shares = "".join(f"{'-' if share is None else f'{share:.2f}':>14}" for share in row["relative_bytes"].values())
-        spread = "-" if row["spread_percent"] is None else f"{row['spread_percent']:.2f} %"
-        mean = f"{row['difference_percent']:+.2f} %"
-        lines.append(f"{wire:8}{row['final_loss']:12.4f}{mean:>12}{spread:>10}{shares}{row['seconds']:10.1f}")
+        spread, mean = (
+            "-" if row[key] is None else f"{row[key]:{sign}.2f} %"
+            for key, sign in (("spread_percent", ""), ("difference_percent", "+"))
+        )
+        lines.append(f"{name:8}{row['final_loss']:12.4f}{mean:>12}{spread:>10}{shares}{row['seconds']:10.1f}")
     return "\n".join(lines)
 
 
@@ -105,9 +129,10 @@ def results(report: Report) -> str:
     idlest = min(load[0] for run in report.runs for load in run.load)
     busiest = max(load[1] for run in report.runs for load in run.load)
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    model = f"{report.model}\n" if report.model else ""
     return f"""{report.command}
 {report.date}, {report.machine}, {report.num_ranks} rank(s), {versions}
-
+{model}
 {table(report)}
 
 Losses are in nats per byte; counting bytes gives {report.corpus["entropy_order_0"]:.3f} (order 0), counting pairs \
@@ -115,42 +140,75 @@ Losses are in nats per byte; counting bytes gives {report.corpus["entropy_order_
 The idlest expert of any layer and run gets {idlest:.2f} of the mean load, the busiest {busiest:.2f}."""
 
 
-def update_document(report: Report, path: Path) -> None:
-    """Puts the results between the two marks of a Markdown file, if there is one with marks."""
-    if path.exists() and all(mark in path.read_text() for mark in MARKS):
-        before, rest = path.read_text().split(MARKS[0])
-        after = rest.split(MARKS[1])[1]
-        path.write_text(f"{before}{MARKS[0]}\n```text\n{results(report)}\n```\n{MARKS[1]}{after}")
+def update_document(text: str, out: Path, caption: str = "") -> bool:
+    """Puts results between the two marks for `out.name` in training.md beside it; whether it has them.
+
+    Args:
+        text: the results.
+        out: path of the results without suffix.
+        caption: of the plot, which is shown if it is there.
+    """
+    path, plot_file = out.parent / DOCUMENT, Path(f"{out}.png")
+    first, last = f"<!-- results: {out.name} -->", f"<!-- end of results: {out.name} -->"
+    if not path.exists() or not all(mark in path.read_text() for mark in (first, last)):
+        return False
+    before, rest = path.read_text().split(first)
+    image = f"\n![{caption}]({plot_file.name})\n" if caption and plot_file.exists() else ""
+    path.write_text(f"{before}{first}\n```text\n{text}\n```\n{image}{last}{rest.split(last)[1]}")
+    return True
 
 
 def save(report: Report, path: Path) -> None:
     """Writes the report and its summary as JSON, a line per run."""
     head = asdict(report)
     runs = head.pop("runs")
-    head["summary"] = report.summary()
+    head["summary"] = rounded(report.summary())
     text = json.dumps(head, indent=2)[:-2]
-    lines = ",\n    ".join(json.dumps(_rounded(run)) for run in runs)
-    path.write_text(f'{text},\n  "runs": [\n    {lines}\n  ]\n}}\n')
+    lines = ",\n    ".join(json.dumps(rounded(run)) for run in runs)
+    part = Path(f"{path}.part")  # whoever ends this program meanwhile leaves the last results
+    part.write_text(f'{text},\n  "runs": [\n    {lines}\n  ]\n}}\n')
+    part.replace(path)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Seven significant digits for every float: more than two runs could agree on."""
     if isinstance(value, float):
         return float(f"{value:.7g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return [_rounded(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: rounded(item) for key, item in value.items()}
+    return [rounded(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def load(path: Path) -> Report:
-    """Reads what `save` wrote."""
-    data = json.loads(path.read_text())
-    del data["summary"]
-    return Report(**{**data, "runs": [Run(**run) for run in data["runs"]]})
+    """Reads what `save` wrote.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        data = json.loads(path.read_text())
+        del data["summary"]
+        return Report(**{**data, "runs": [Run(**run) for run in data["runs"]]})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} holds no results of train_moe.py: {error}") from error
+
+
+def publish(report: Report, out: Path) -> None:
+    """Prints the results and puts them where `out` says: JSON, plot, and the document beside them."""
+    print(f"\n{results(report)}\n")
+    save(report, Path(f"{out}.json"))
+    written = f"{out}.json"
+    try:
+        plot(report, Path(f"{out}.png"))
+        written += f" and {out}.png"
+    except ImportError as error:
+        written += f", but no plot ({error}); install it with: pip install matplotlib"
+    update_document(results(report), out, "Validation loss over steps, and final losses relative to the first")
+    print(f"wrote {written}")
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draws validation loss over steps, and the final loss of each seed relative to the first wire.
+    """Draws validation loss over steps, and the final loss of each seed relative to the first wire or recipe.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -160,27 +218,79 @@ def plot(report: Report, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (curves, finals) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained")
-    for wire in report.wires:
-        points = [run.validation_loss for run in report.of(wire)]
-        steps = [step for step, _ in points[0]]
-        curves.plot(
-            steps, [statistics.mean(loss for _, loss in column) for column in zip(*points, strict=True)], label=wire
-        )
-    for order in (0, 1):
-        curves.axhline(report.corpus[f"entropy_order_{order}"], color="gray", linestyle=":")
-        curves.annotate(
-            f"bytes, order {order}", (steps[-1], report.corpus[f"entropy_order_{order}"]), ha="right", va="bottom"
-        )
-    curves.set(xlabel="step", ylabel="validation loss (nats per byte)", title=f"Mean of {len(points)} seed(s)")
-    curves.legend()
-    wires = report.wires[1:]
-    for place, wire in enumerate(wires):
-        differences = report.differences(wire)
-        finals.plot([place] * len(differences), differences, "o", alpha=0.5, color=f"C{place + 1}")
-        finals.plot([place - 0.2, place + 0.2], [statistics.mean(differences)] * 2, color=f"C{place + 1}")
-    finals.axhline(0, color="gray", linewidth=0.8)
-    finals.set(xticks=range(len(wires)), xticklabels=wires, xlim=(-0.5, max(len(wires), 1) - 0.5))
-    finals.set(ylabel="%", title=f"Final loss relative to {report.wires[0]}, each seed and mean")
+    num_panels = 3 if report.kind == "recipe" else 2
+    width, shares = _PANELS[num_panels]
+    figure, panels = pyplot.subplots(1, num_panels, figsize=(width, 4.2), width_ratios=shares, layout="constrained")
+    _draw_curves(panels[0], report)
+    if num_panels == 3:
+        _draw_distances(panels[1], report)
+    _draw_finals(panels[-1], report)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _draw_curves(axes: Any, report: Report) -> None:
+    """Validation loss over steps, and what counting gives."""
+    for name in report.names:
+        points = [run.validation_loss for run in report.of(name)]
+        steps = [step for step, _ in points[0]]
+        axes.plot(
+            steps, [statistics.mean(loss for _, loss in column) for column in zip(*points, strict=True)], label=name
+        )
+    for order in (0, 1):
+        axes.axhline(report.corpus[f"entropy_order_{order}"], color="gray", linestyle=":")
+        axes.annotate(
+            f"bytes, order {order}", (steps[-1], report.corpus[f"entropy_order_{order}"]), ha="right", va="bottom"
+        )
+    axes.set(xlabel="step", ylabel="validation loss (nats per byte)", title=f"Mean of {len(points)} seed(s)")
+    axes.legend()
+
+
+def _draw_distances(axes: Any, report: Report) -> None:
+    """Validation loss relative to the first over steps, the mean over seeds."""
+    for place, name in enumerate(report.names[1:], start=1):
+        pairs = list(report.pairs(name))
+        columns = zip(
+            *(zip(run.validation_loss, base.validation_loss, strict=True) for run, base in pairs), strict=True
+        )
+        points = [
+            (column[0][0][0], statistics.mean(100 * (loss / other - 1) for (_, loss), (_, other) in column))
+            for column in columns
+        ]
+        axes.plot(*zip(*points, strict=True), color=f"C{place}", label=name)
+    axes.axhline(0, color="gray", linewidth=0.8)
+    axes.set(xlabel="step", ylabel="%", title=f"Validation loss relative to {report.names[0]}")
+    if report.names[1:]:
+        axes.legend()
+
+
+def _draw_finals(axes: Any, report: Report) -> None:
+    """The final loss of each seed relative to the first."""
+    names = report.names[1:]
+    for place, name in enumerate(names):
+        differences = report.differences(name)
+        axes.plot([place] * len(differences), differences, "o", alpha=0.5, color=f"C{place + 1}")
+        axes.plot([place - 0.2, place + 0.2], [statistics.mean(differences)] * 2, color=f"C{place + 1}")
+    axes.axhline(0, color="gray", linewidth=0.8)
+    axes.set(xticks=range(len(names)), xticklabels=names, xlim=(-0.5, max(len(names), 1) - 0.5))
+    axes.set(ylabel="%", title=f"Final loss relative to {report.names[0]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Publish results of train_moe.py or gradient_error.py again.")
+    parser.add_argument("file", nargs="+", type=Path, help="JSON as one of them wrote it")
+    for path in parser.parse_args().file:
+        try:
+            is_training = "runs" in json.loads(path.read_text())
+            if is_training:
+                publish(load(path), path.with_suffix(""))
+            else:
+                import gradient_error
+
+                gradient_error.publish(gradient_error.load(path), path.with_suffix(""))
+        except (OSError, ValueError) as error:
+            sys.exit(f"moe_report: {path}: {error}")
+
+
+if __name__ == "__main__":
+    main()

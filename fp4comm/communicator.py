@@ -21,6 +21,7 @@ from .backends import Rows, raise_deferred
 from .codec import FP8Tensor
 from .errors import ClosedError, InvalidArgument
 from .exchange import Exchange, StageHook, WireRows
+from .fp8_rows import FP8Rows
 from .memory import to_host
 from .precision import Precision
 from .received import Received
@@ -203,7 +204,8 @@ class EPCommunicator:
                 same weights as constants.
             layout: "expert" (default, rows in the order that grouped GEMMs read) or "rank"; see `Received`.
             out: dtype of `Received.x`: bfloat16, float16 or float32, by default that of x (bfloat16 for an
-                `FP8Tensor`); or "fp8" for an `FP8Tensor`, which is not differentiable: x must not need a gradient.
+                `FP8Tensor`); or, neither of which is differentiable, so that x must not need a gradient: "fp8" for an
+                `FP8Tensor`, "fp8_rows" for a `fp4comm.moe.FP8Rows` (layout "expert").
 
         Returns:
             What arrived, and the handle for `combine`. Differentiable in x and topk_weights.
@@ -319,14 +321,15 @@ class EPCommunicator:
         differentiable = None if isinstance(x, FP8Tensor) else x
         dtype = torch.bfloat16 if differentiable is None else differentiable.dtype
         dtype = out if isinstance(out, torch.dtype) else dtype
-        inputs = (self._exchange, arrived, routing, None if out == "fp8" else dtype)
+        inputs = (self._exchange, arrived, routing, None if isinstance(out, str) else dtype)
         needs_graph = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad for tensor in (differentiable, topk_weights)
         )
         recv_x: Any
-        as_fp8 = None
-        if out == "fp8":  # first, since rows may still be on their way while this is enqueued
-            as_fp8 = FP8Tensor.empty(routing.num_rows, self.hidden, arrived.buffer.device)
+        as_fp8: FP8Tensor | FP8Rows | None = None
+        if isinstance(out, str):  # first, since rows may still be on their way while this is enqueued
+            kind: type[FP8Tensor] | type[FP8Rows] = FP8Tensor if out == "fp8" else FP8Rows
+            as_fp8 = kind.empty(routing.num_rows, self.hidden, arrived.buffer.device)
             self._exchange.unpack("dispatch", arrived, as_fp8._rows, routing)
         if needs_graph:
             recv_x, recv_topk_weights, anchor = Dispatch.apply(differentiable, topk_weights, *inputs)

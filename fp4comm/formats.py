@@ -22,6 +22,12 @@ class Kind(IntEnum):
     MXFP4 = 5  # E2M1, one E8M0 byte per 32
 
 
+class GemmKind(IntEnum):
+    """As `Kind`, for what only GEMMs read. No message has it."""
+
+    FP8_ROW = 6  # E4M3, one float32 scale per row
+
+
 class ScaleMode(IntEnum):
     """How an MXFP4 scale follows from the largest magnitude `amax = 2**a * m`, `1 <= m < 2`, of its block."""
 

@@ -11,6 +11,7 @@ from .codec import FP8Columns, FP8Tensor, MXFP4Tensor
 from .errors import InvalidArgument
 from .exchange import WireRows
 from .formats import Kind
+from .fp8_rows import FP8Rows
 from .routing import Routing
 
 
@@ -27,11 +28,12 @@ class Received:
     ones are zero in x and have no expert.
 
     Attributes:
-        x: `[num_rows, hidden]`: a tensor, or an `FP8Tensor` if dispatch was called with `out="fp8"`.
+        x: `[num_rows, hidden]`: a tensor, or an `FP8Tensor` or `fp4comm.moe.FP8Rows` if dispatch was called with
+            `out="fp8"` or `out="fp8_rows"`.
         topk_weights: float32, differentiable: `[num_rows]` (layout "expert", 0 at padding) or `[num_rows, num_topk]`.
     """
 
-    x: Tensor | FP8Tensor
+    x: Tensor | FP8Tensor | FP8Rows
     topk_weights: Tensor
     _routing: Routing
     _arrived: WireRows
@@ -102,9 +104,8 @@ class Received:
         return FP8Columns(data, scales, self.num_rows_per_expert)
 
     def __repr__(self) -> str:
-        is_fp8 = isinstance(self.x, FP8Tensor)
         num_rows, hidden = self.x.data.shape
-        kind = "FP8Tensor" if is_fp8 else str(self.x.data.dtype)
+        kind = str(self.x.dtype) if isinstance(self.x, Tensor) else type(self.x).__name__
         known = self._routing.sizes.padded_rows_per_expert  # the rest would wait for a device
         per_expert = "" if known is None else f", num_rows_per_expert={known}"
         return f"Received(x=[{num_rows}, {hidden}] {kind}, layout={self._routing.layout!r}{per_expert})"

@@ -19,6 +19,11 @@ RECIPES = {name: Recipe.of(name) for name in ("fp32", "bf16", "fp8_flow", "fp4")
     "mxfp4, floats": Recipe("fp4", "float", "payload"),
     "fp4, act kept": Recipe("fp4", "fp8", "payload", keeps_act=True),
     "fp4, rows": Recipe("fp4", "fp8", "rows"),
+    "fp8_flow, blocks": Recipe("fp8", "fp8", "rows", keeps_act=True, scaling="block"),
+    "fp4, blocks": Recipe("fp4", "fp8", "payload", scaling="block"),
+    "fp4, blocks, act kept": Recipe("fp4", "fp8", "payload", keeps_act=True, scaling="block"),
+    "mxfp4, blocks": Recipe(Precision("mxfp4", "mxfp4", _GRADIENT, _GRADIENT), "fp8", "payload", scaling="block"),
+    "bf16 wires, fp8": Recipe("bf16", "fp8", "rows"),
 }
 WAYS: dict[str, dict[str, Any]] = {
     "exact": {},

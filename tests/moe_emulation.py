@@ -16,29 +16,11 @@ from fp4comm.reference import codec as oracle
 
 F64 = NDArray[np.float64]
 BLOCK = 128
-
-
-def blocks_of(matrix: F64) -> F64:
-    """The values of one matrix after FP8 with a power-of-two scale per 128x128."""
-    out = np.zeros_like(matrix)
-    for i in range(0, matrix.shape[0], BLOCK):
-        for j in range(0, matrix.shape[1], BLOCK):
-            block = matrix[i : i + BLOCK, j : j + BLOCK]
-            scale = 2.0 ** np.ceil(np.log2(np.abs(block).max() / 448))
-            codes = oracle.nearest_code(np.abs(block) / scale, oracle.E4M3_MAGNITUDES)
-            out[i : i + BLOCK, j : j + BLOCK] = np.sign(block) * oracle.E4M3_MAGNITUDES[codes] * scale
-    return out
+LEAST = 2.0**-126
 
 
 def float32(x: F64) -> NDArray[np.float32]:
     return np.asarray(x, np.float32)
-
-
-def fp8_rows(x: F64) -> tuple[F64, F64]:
-    """The values of rows after FP8, and those of the columns made of them, in one group."""
-    codes, scales = oracle.encode_fp8(float32(x))
-    columns = oracle.fp8_columns_values(*oracle.fp8_to_fp8_columns(codes, scales), x.shape[1])
-    return oracle.decode_fp8(codes, scales).astype(np.float64), columns.astype(np.float64)
 
 
 def through(wire: str, x: F64, scale_mode: str = "even") -> F64:
@@ -52,13 +34,87 @@ def through(wire: str, x: F64, scale_mode: str = "even") -> F64:
     return oracle.decode_mxfp4(*oracle.encode_mxfp4(float32(x), scale_mode)).astype(np.float64)
 
 
-def columns_of_tokens(wire: str, x: F64) -> tuple[F64, F64]:
-    """Received rows as FP8 rows and columns."""
-    if wire != "mxfp4":
-        return fp8_rows(x)
-    codes = oracle.encode_mxfp4(float32(x))
-    columns = oracle.fp8_columns_values(*oracle.mxfp4_to_fp8_columns(*codes), x.shape[1])
-    return oracle.decode_fp8(*oracle.mxfp4_to_fp8(*codes)).astype(np.float64), columns.astype(np.float64)
+class Floats:
+    """GEMMs in the dtype of the tokens. Pairs: what products of rows read, and what sums over rows read."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+
+    def weights(self, matrix: F64) -> tuple[F64, F64]:
+        """Of one expert, for rows and for gradients of rows."""
+        return matrix, matrix
+
+    def arrived(self, wire: str, sent: F64, scale_mode: str) -> tuple[F64, F64]:
+        """Rows of one expert as they come over a wire."""
+        values = through(wire, sent, scale_mode)
+        return values, values
+
+    def rows(self, x: F64) -> tuple[F64, F64]:
+        """Rows of one expert that are made of floats."""
+        values = through(self.dtype, x)
+        return values, values
+
+
+class Blocks:
+    """FP8 with a power-of-two scale per 1x128, 128x128 and 128x1."""
+
+    def weights(self, matrix: F64) -> tuple[F64, F64]:
+        out = np.zeros_like(matrix)
+        for i in range(0, matrix.shape[0], BLOCK):
+            for j in range(0, matrix.shape[1], BLOCK):
+                block = matrix[i : i + BLOCK, j : j + BLOCK]
+                out[i : i + BLOCK, j : j + BLOCK] = e4m3(block, least_scale(np.abs(block).max()))
+        return out, out
+
+    def arrived(self, wire: str, sent: F64, scale_mode: str) -> tuple[F64, F64]:
+        if wire != "mxfp4":
+            return self.rows(through(wire, sent))
+        codes = oracle.encode_mxfp4(float32(sent), scale_mode)
+        columns = oracle.fp8_columns_values(*oracle.mxfp4_to_fp8_columns(*codes), sent.shape[1])
+        return oracle.decode_fp8(*oracle.mxfp4_to_fp8(*codes)).astype(np.float64), columns.astype(np.float64)
+
+    def rows(self, x: F64) -> tuple[F64, F64]:
+        codes, scales = oracle.encode_fp8(float32(x))
+        columns = oracle.fp8_columns_values(*oracle.fp8_to_fp8_columns(codes, scales), x.shape[1])
+        return oracle.decode_fp8(codes, scales).astype(np.float64), columns.astype(np.float64)
+
+
+class Rows:
+    """FP8 with a power-of-two scale per row, and one per expert in sums over rows."""
+
+    def weights(self, matrix: F64) -> tuple[F64, F64]:
+        return self.rows(matrix)
+
+    def arrived(self, wire: str, sent: F64, scale_mode: str) -> tuple[F64, F64]:
+        if wire == "mxfp4":
+            packed, bytes_ = oracle.encode_mxfp4(float32(sent), scale_mode)
+            scales = 2.0 ** np.maximum(bytes_.max(axis=1, initial=0).astype(np.float64) - 6 - 127, -126)
+            return self.moved(oracle.decode_mxfp4(packed, bytes_).astype(np.float64), scales)
+        if wire == "fp8":
+            codes, groups = oracle.encode_fp8(float32(sent))
+            values = oracle.decode_fp8(codes, groups).astype(np.float64)
+            has_numbers = np.add.reduceat(values != 0, range(0, values.shape[1], BLOCK), axis=1) > 0
+            return self.moved(values, np.where(has_numbers, groups, LEAST).max(axis=1, initial=LEAST))
+        return self.rows(through(wire, sent))
+
+    def rows(self, x: F64) -> tuple[F64, F64]:
+        return self.moved(x, least_scale(np.abs(x).max(axis=1, initial=0)))
+
+    def moved(self, x: F64, scales: F64) -> tuple[F64, F64]:
+        """Rows under scales of their own, then all under the largest of these."""
+        rows = e4m3(x, scales[:, None])
+        return rows, e4m3(rows, scales.max(initial=LEAST))
+
+
+def least_scale(largest: F64) -> F64:
+    """The least power of two that avoids saturation."""
+    return np.maximum(2.0 ** np.ceil(np.log2(np.maximum(largest, 1e-300) / 448)), LEAST)
+
+
+def e4m3(x: F64, scale: F64) -> F64:
+    """The nearest numbers of E4M3 times a scale."""
+    codes = oracle.nearest_code(np.abs(x) / scale, oracle.E4M3_MAGNITUDES)
+    return np.sign(x) * oracle.E4M3_MAGNITUDES[codes] * scale
 
 
 @dataclass
@@ -101,17 +157,13 @@ class Emulation:
         x, choices, w, grad = (np.concatenate(parts) for parts in (xs, idx, weights, grads))
         x, w, grad = self.rounded(x), w.astype(np.float64), self.rounded(grad)
         num_local = len(self.gate_up) // self.num_ranks
-        arrived = through(legs.leg("dispatch").wire, x)
-        grad_arrived = through(legs.leg("grad_dispatch").wire, grad, "rceil")
         results = Results()
         out, grad_x, grad_w = np.zeros_like(x), np.zeros_like(x), np.zeros_like(w)
         for rank in range(self.num_ranks):
             own_out, own_grad = np.zeros_like(x), np.zeros_like(x)
             for expert in range(rank * num_local, (rank + 1) * num_local):
                 tokens, slots = np.nonzero(choices == expert)
-                y, gx, gw, g_gate_up, g_down = self.expert(
-                    expert, x[tokens], arrived[tokens], w[tokens, slots], grad_arrived[tokens]
-                )
+                y, gx, gw, g_gate_up, g_down = self.expert(expert, x[tokens], w[tokens, slots], grad[tokens])
                 own_out[tokens] += y
                 own_grad[tokens] += gx
                 grad_w[tokens, slots] = gw
@@ -125,26 +177,27 @@ class Emulation:
         results.grad_topk_weights = np.split(grad_w, ends)
         return results
 
-    def expert(self, expert: int, sent: F64, x: F64, w: F64, dy: F64) -> tuple[F64, F64, F64, F64, F64]:
+    def expert(self, expert: int, x: F64, w: F64, dy: F64) -> tuple[F64, F64, F64, F64, F64]:
         """One expert's rows: y, gradients of x and w, of gate_up and of down."""
-        gate_up, down = self.rounded(self.gate_up[expert]), self.rounded(self.down[expert])
-        rows = self.float_rows
-        x_columns = x
-        if self.recipe.experts == "fp8":
-            gate_up, down, rows = blocks_of(gate_up), blocks_of(down), fp8_rows
-            x, x_columns = columns_of_tokens(self.recipe.legs.leg("dispatch").wire, sent)
-        dy, dy_columns = rows(dy)
+        gemms, legs = self.gemms, self.recipe.legs
+        gate_up, gate_up_back = gemms.weights(self.rounded(self.gate_up[expert]))
+        down, down_back = gemms.weights(self.rounded(self.down[expert]))
+        x, x_columns = gemms.arrived(legs.leg("dispatch").wire, x, "even")
+        dy, dy_columns = gemms.arrived(legs.leg("grad_dispatch").wire, dy, "rceil")
         gate, up = np.split(self.rounded(x @ gate_up.T), 2, axis=1)
         sigmoid = 1 / (1 + np.exp(-gate))
-        act, act_columns = rows(gate * sigmoid * up * w[:, None])
-        d_act = self.rounded(dy @ down)
+        act, act_columns = gemms.rows(gate * sigmoid * up * w[:, None])
+        d_act = self.rounded(dy @ down_back)
         dw = (d_act * gate * sigmoid * up).sum(axis=1)
         d_up = d_act * w[:, None] * gate * sigmoid
         d_gate = d_act * w[:, None] * up * sigmoid * (1 + gate * (1 - sigmoid))
-        d_hidden, d_hidden_columns = rows(np.concatenate([d_gate, d_up], axis=1))
-        y, dx = self.rounded(act @ down.T), self.rounded(d_hidden @ gate_up)
+        d_hidden, d_hidden_columns = gemms.rows(np.concatenate([d_gate, d_up], axis=1))
+        y, dx = self.rounded(act @ down.T), self.rounded(d_hidden @ gate_up_back)
         return y, dx, dw, self.rounded(d_hidden_columns.T @ x_columns), self.rounded(dy_columns.T @ act_columns)
 
-    def float_rows(self, x: F64) -> tuple[F64, F64]:
-        """As `fp8_rows`, for GEMMs in the dtype of the tokens."""
-        return self.rounded(x), self.rounded(x)
+    @property
+    def gemms(self) -> Floats | Blocks | Rows:
+        """What GEMMs read."""
+        if self.recipe.experts == "float":
+            return Floats(self.dtype)
+        return Rows() if self.recipe.scaling == "row" else Blocks()

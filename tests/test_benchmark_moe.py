@@ -1,30 +1,170 @@
-"""The benchmark of the MoE layer: every recipe beside plain PyTorch, on two ranks."""
+"""The benchmark of the MoE layer: every recipe beside plain PyTorch, on two ranks and on one."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmark_runs import QUICK
-from launch import launch_command, run_command
+from launch import ROOT, launch_command, run_command
 
-from benchmarks import common, moe_layer
+from benchmarks import common, moe_layer, moe_plot, moe_report, moe_variants, tables
 
 SIZES = ["--hidden", "256", "--width", "128", "--experts", "8", "--topk", "2", "--tokens", "16"]
+OLD_RUN = ROOT / "benchmarks" / "results" / "moe_layer_h200x2.jsonl"
 
 
 @pytest.mark.mpi
 def test_moe_layer(tmp_path: Path) -> None:
-    path = tmp_path / "moe.jsonl"
-    options = ["-m", "benchmarks.moe_layer", *SIZES, *QUICK, "--json", str(path)]
+    path, picture = tmp_path / "moe.jsonl", tmp_path / "moe.svg"
+    options = ["-m", "benchmarks.moe_layer", *SIZES, *QUICK, "--json", str(path), "--plot", str(picture)]
     code, output = run_command([*launch_command("torchrun", 2), *options], timeout=120)
     assert code == 0, output
     run, *records = common.read_json_lines(path)
     assert run["benchmark"] == "moe_layer"
-    assert [record["name"] for record in records] == [moe_layer.PLAIN, *moe_layer.RECIPES]
+    assert run["shapes"] == ["custom"]
+    assert [record["name"] for record in records] == [moe_variants.PLAIN, *moe_variants.RECIPES]
     by_name = {record["name"]: record for record in records}
     noise = {name: min(r for r in record["sqnr_db"] if r is not None) for name, record in list(by_name.items())[1:]}
     assert noise["bf16"] > 35  # BF16 sums in another order
     assert 15 < noise["fp8_flow"] < 30
     assert 5 < noise["fp4"] < 20
     assert all(record["seconds"]["step"]["minimum"] > 0 for record in records)
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.mpi
+def test_one_rank_and_some_recipes(tmp_path: Path) -> None:
+    path = tmp_path / "moe.jsonl"
+    options = ["-m", "benchmarks.moe_layer", *SIZES, *QUICK, "--recipes", "fp4", "--json", str(path)]
+    one_thread = {"OMP_NUM_THREADS": "1"}  # as torchrun sets it for several ranks
+    code, output = run_command([*launch_command("torchrun", 1), *options], timeout=120, env=one_thread)
+    assert code == 0, output
+    run, *records = common.read_json_lines(path)
+    assert run["ranks"] == 1
+    assert [record["name"] for record in records] == [moe_variants.PLAIN, "fp4"]
+    assert "custom, 16 tokens per rank x 256" in output
+
+
+@pytest.mark.gpu
+def test_memory_on_one_gpu(tmp_path: Path) -> None:
+    """The peak holds what is kept, and less than all with gradients; every kernel of our own has a part."""
+    path = tmp_path / "moe.jsonl"
+    sizes = ["--hidden", "1024", "--width", "512", "--experts", "8", "--topk", "2", "--tokens", "4096"]
+    options = ["-m", "benchmarks.moe_layer", *sizes, "--repeats", "1", "--warmup-secs", "0", "--json", str(path)]
+    code, output = run_command([*launch_command("torchrun", 1), *options], timeout=300)
+    assert code == 0, output
+    gradients = 8 * 3 * 1024 * 512 * 2
+    for record in common.read_json_lines(path)[1:]:
+        kept, peak, with_gradients = (record[f"{which}_bytes"] for which in ("kept", "peak", "peak_with_gradients"))
+        assert 0 < kept < peak <= with_gradients <= peak + 1.05 * gradients + 2**20
+        assert record["kernel_seconds"]["GEMMs"] > 0
+
+
+def test_shapes_and_their_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    everything = moe_layer.parse(["--shape", "all", "--tokens", "64"]).shapes
+    assert list(everything) == list(moe_layer.SHAPES)
+    assert (everything["deepseek-v2-lite"].width, everything["deepseek-v2-lite"].num_tokens) == (1408, 64)
+    some = moe_layer.parse(["--shape", "qwen3-30b-a3b,deepseek-v3"]).shapes
+    assert [sizes.hidden for sizes in some.values()] == [2048, 7168]
+    own = moe_layer.parse(["--shape", "qwen3-30b-a3b", "--width", "96"]).shapes
+    assert (own["custom"].hidden, own["custom"].width, own["custom"].num_topk) == (2048, 96, 8)
+    for wrong, message in ((["--shape", "all", "--topk", "2"], "one --shape"), (["--recipes", "fp2"], "'fp2' is not")):
+        with pytest.raises(SystemExit):
+            moe_layer.parse(wrong)
+        assert message in capsys.readouterr().err
+
+
+def test_parts_of_a_step() -> None:
+    names = {
+        "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)": "exchange",
+        "pack_tokens": "packing",
+        "route_place": "exchange",
+        "expand_rows": "unpacking",
+        "quantize_rows": "rows",
+        "mxfp4_to_fp8_columns": "columns",
+        "gemm_columns": "columns",
+        "swiglu_backward": "SwiGLU",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::silu_kernel(at::TensorIteratorBase&)>": "SwiGLU",
+        "nvjet_qqtst_128x256_128x4_2x1_v_bz_coopA_NNT": "GEMMs",
+        "void cutlass::device_kernel<at::cuda::detail::enable_3x_kernel_for_sm9x<GroupProblemShape>>": "GEMMs",
+        "void at::native::indexFuncLargeIndex<float, long>": "rest",
+    }
+    assert {name: moe_report.part_of(name) for name in names} == names
+
+
+def test_every_own_kernel_has_a_part() -> None:
+    sources = [path.read_text() for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu"))]
+    kernels = [kernel for source in sources for kernel in own_kernels(source)]
+    assert len(kernels) > 15
+    assert {moe_report.part_of(kernel) for kernel in kernels} <= set(moe_report.PARTS) - {"rest", "GEMMs"}
+
+
+def own_kernels(source: str) -> list[str]:
+    """Names of the kernels that a file defines."""
+    heads = [part.partition("{")[0] for part in source.split('extern "C" __global__')[1:]]
+    return [
+        head.replace("__launch_bounds__(", "").split("(")[-2 if head.count("(") > 1 else 0].split()[-1]
+        for head in heads
+    ]
+
+
+def test_peak_bytes() -> None:
+    """Of a trace in which a gradient takes memory that was free again, and a block goes that was there before."""
+
+    def event(action: str, addr: int, size: int = 0) -> dict[str, Any]:
+        return {"action": action, "addr": addr, "size": size}
+
+    trace = [
+        event("segment_alloc", 0, 1000),
+        event("free_requested", 7),
+        event("alloc", 1, 100),
+        event("alloc", 2, 40),
+        event("free_requested", 2),
+        event("free_completed", 2),
+        event("alloc", 2, 50),  # a gradient, alive at the end
+        event("alloc", 3, 20),
+        event("free_requested", 1),
+    ]
+    assert moe_variants.peak_bytes(trace, []) == 170
+    assert moe_variants.peak_bytes(trace, [2]) == 140
+    assert moe_variants.peak_bytes(trace, [2, 3, 9]) == 140
+    assert moe_variants.peak_bytes([], [2]) == 0
+
+
+def example_run() -> list[dict[str, Any]]:
+    """Records as of today made of those of an older run, for two shapes."""
+    run, *records = common.read_json_lines(OLD_RUN)
+    about = {"config": run.pop("config"), "width": run.pop("width")}
+    del run["shape"]
+    for record in records:
+        seconds = record["kernel_seconds"] | {"packing": 1e-3, "rows": 0.0, "weights": 2e-3}
+        record |= {**about, "kernel_seconds": seconds, "peak_bytes": 3 * 2**30}
+    return [run, *({**record, "shape": shape} for shape in ("deepseek-v3", "qwen3-30b-a3b") for record in records)]
+
+
+def test_tables_and_plots_of_several_shapes(tmp_path: Path) -> None:
+    run, *records = example_run()
+    (tmp_path / "two.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (run, *records)))
+    table = tables.make_table("two", tmp_path)
+    assert [line.partition(",")[0] for line in table.splitlines() if line.endswith("width 2048:")] == [
+        "deepseek-v3",
+        "qwen3-30b-a3b",
+    ]
+    assert table.count("| kept MiB | peak MiB |") == table.count("| conversions |") == 2
+    step = records[0]["seconds"]["step"]["median"]
+    assert f"| 2.00 ({100 * 2e-3 / step:.1f} %) |" in table
+    text = moe_report.text(run, records)
+    assert text.count(moe_report.KERNELS) == 2
+    for name, source in (("two", tmp_path / "two.jsonl"), ("old", OLD_RUN)):
+        picture = tmp_path / f"{name}.png"
+        moe_plot.plot(common.read_json_lines(source), picture)
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_older_runs_keep_their_tables() -> None:
+    table = tables.make_table("moe_layer_h200x2", OLD_RUN.parent)
+    assert "peak" not in table
+    assert "conversions" not in table

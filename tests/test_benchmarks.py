@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.run
 from benchmark_runs import QUICK, TINY, run_main, run_on_two_ranks
+from launch import ROOT, launch_command, run_command
 from thread_ranks import run_thread_ranks
 
 import fp4comm
-from benchmarks import bandwidth, codec, codec_cases, common, gate, plot, tables, workload
+from benchmarks import bandwidth, codec, codec_cases, common, gate, legs, moe_layer, plot, tables, workload
 from benchmarks.ranks import Ranks
 from fp4comm.backends import cpu
 from fp4comm.formats import WIRE_KINDS
@@ -294,6 +298,109 @@ def test_the_codec_check_finds_a_wrong_byte() -> None:
     assert case.problem() is None
     rowsets.target(codec_cases.Kind.MXFP4).data[29, 31] ^= 1
     assert case.check() == "the numbers differ from the oracle's"
+
+
+# --- the script for a node
+
+
+NODE = [str(ROOT / "benchmarks" / "node.sh")]
+
+
+def node_commands(num_gpus: int, out: Path) -> list[list[str]]:
+    """What the script would run."""
+    code, output = run_command([*NODE, "--dry-run", str(out)], timeout=60, env={"GPUS": str(num_gpus)})
+    assert code == 0, output
+    assert not out.exists()
+    return [shlex.split(line) for line in output.splitlines()]
+
+
+def check_options(module: str, options: list[str], num_ranks: int) -> None:
+    """The program's own parser takes them, and the sizes fit that many ranks."""
+    if module == "benchmarks.bandwidth":
+        gpus = {"num_ranks": num_ranks, "device": torch.device("cuda"), "transports": {"nccl": None, "peer": None}}
+        ranks: Any = SimpleNamespace(leave=pytest.fail, **gpus)
+        parsed = bandwidth.make_parser(ranks).parse_args(options)
+        assert bandwidth.make_cases(ranks, parsed)
+    elif module == "benchmarks.legs":
+        assert legs.make_parser().parse_args(options).experts % num_ranks == 0
+    else:
+        assert module == "benchmarks.moe_layer"
+        assert all(sizes.num_experts % num_ranks == 0 for sizes in moe_layer.parse(options).shapes.values())
+
+
+@pytest.mark.parametrize("num_gpus, expected", [(2, {2}), (3, {2}), (4, {4}), (7, {4}), (8, {4, 8})])
+def test_node_runs_what_the_programs_take(num_gpus: int, expected: set[int], tmp_path: Path) -> None:
+    found: dict[str, set[int]] = {}
+    whole = node_commands(num_gpus, tmp_path / "out")
+    starts = [command[: command.index("-m")] for command in whole]
+    commands = [command[command.index("-m") + 1 :] for command in whole]
+    for start, (module, *options) in zip(starts, commands, strict=True):
+        num_ranks = int(start[start.index("-n") + 1]) if "-n" in start else 1
+        if module == "torch.distributed.run":
+            launch = torch.distributed.run.get_args_parser().parse_args(options)
+            assert launch.standalone
+            assert launch.module
+            num_ranks, module, options = int(launch.nproc_per_node), launch.training_script, launch.training_script_args
+        if module == "pytest":
+            assert (ROOT / options[-1]).is_file()
+        elif module == "benchmarks.plot":
+            assert any(options[0] in command for command in commands[: commands.index([module, *options])])
+        else:
+            check_options(module, options, num_ranks)
+            found.setdefault(module, set()).add(num_ranks)
+    layer = {"benchmarks.moe_layer": {max(expected)}}
+    assert found == {"benchmarks.bandwidth": expected, "benchmarks.legs": expected, **layer}
+
+
+@pytest.mark.parametrize("program, code", [("true", 0), ("false", 1)])
+def test_node_goes_on_after_a_failure(program: str, code: int, tmp_path: Path) -> None:
+    everything = node_commands(2, tmp_path / "none")
+    env = {"GPUS": "2", "PYTHON": program, "MPIRUN": program}
+    found, output = run_command([*NODE, str(tmp_path / "out")], timeout=60, env=env)
+    assert found == code, output
+    assert len(list((tmp_path / "out" / "logs").iterdir())) == len(everything)
+    assert output.count("exit status 1, see") == code * len(everything)
+
+
+def test_node_keeps_to_its_time(tmp_path: Path) -> None:
+    """A step that hangs is stopped when all of the time is over, and nothing is started after that."""
+    hanging = tmp_path / "hanging"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    env = {"GPUS": "2", "PYTHON": "true", "MPIRUN": str(hanging), "NODE_SECS": "6"}
+    code, output = run_command([*NODE, str(tmp_path / "out")], timeout=50, env=env)
+    assert code == 1, output
+    assert "bandwidth_ep2_rank: stopped after" in output
+    assert "tests: no time left" in output
+
+
+def test_node_refuses_what_it_can_not_do(tmp_path: Path) -> None:
+    for options, gpus, message in (
+        ([], "1", "1 GPUs; accepted: at least two"),
+        (["--fast"], "2", "--fast; accepted: --dry-run"),
+        (["a", "b"], "2", "one OUT_DIR"),
+    ):
+        code, output = run_command([*NODE, *options], timeout=60, env={"GPUS": gpus})
+        assert code == 2, output
+        assert message in output
+
+
+@pytest.mark.mpi
+def test_legs(tmp_path: Path) -> None:
+    """Forward and backward of every wire, in both layouts; deviations are those of the wire."""
+    path = tmp_path / "legs.jsonl"
+    command = [*launch_command("torchrun", 2), "-m", "benchmarks.legs", *TINY, "--tokens", "6", "--json", str(path)]
+    code, output = run_command(command, timeout=90)
+    assert code == 0, output
+    run, *records = common.read_json_lines(path)
+    assert run["benchmark"] == "legs"
+    assert len(records) == 2 * 3 * len(legs.LEGS)
+    for record in records:
+        assert record["seconds"]["minimum"] > 0
+        assert record["raw_seconds"]["minimum"] > 0
+        assert record["sent_bytes"] > 0
+        low, high = {"bf16": (200, 201), "fp8": (22, 45), "mxfp4": (10, 25)}[record["wire"]]
+        assert low <= (200 if record["sqnr_db"] is None else record["sqnr_db"]) < high, record
 
 
 # --- helpers

@@ -23,6 +23,8 @@ from test_cuda_sums import SUM_PAIRS, Packing
 from fp4comm.backends import Arrivals, PeerRows, Rows, cpu
 from fp4comm.errors import InvalidArgument
 from fp4comm.formats import Kind
+from fp4comm.fp8_rows import FP8Rows
+from fp4comm.moe.gemm import BlockGemms, FloatGemms, RowGemms
 
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100")
 HIDDEN = 7168
@@ -102,15 +104,29 @@ def use_routing(t: Target) -> None:
         cuda_route.read_routing(torch.from_numpy(buffer), layout, 8, num_experts // 8 * 7)
 
 
-def use_swiglu(t: Target) -> None:
+def use_gemm_rows(t: Target) -> None:
+    """What experts add: rows with one scale each, their columns, and SwiGLU."""
     from fp4comm.moe import cuda_swiglu
 
+    index, slots = torch.zeros(64, dtype=torch.int64), torch.zeros((8, 8), dtype=torch.int64)
+    out = FP8Rows.empty(64, HIDDEN)
+    of_rows, groups = torch.ones(64), torch.tensor([60, 64], dtype=torch.int32)
+    t.backend.expert_scales(of_rows, groups)
+    for kind in (Kind.MXFP4, Kind.FP8_E8M0):
+        t.backend.expand_rows(rows(t, kind, 8), out._rows, index, slots)
+        for most_blocks in (0, 2):
+            arriving = rows(t, kind)
+            arriving.arrivals = Arrivals(slots, 128, most_blocks)
+            t.backend.expand_rows(arriving, out._rows, index, torch.zeros((64, 8), dtype=torch.int64))
+    t.backend.gemm_columns(rows(t, Kind.MXFP4, 8), index, of_rows)
+    t.backend.gemm_columns(out._rows, None, of_rows, (60, 4))
     for dtype in (torch.bfloat16, torch.float32):
+        t.backend.quantize_gemm_rows(torch.zeros((64, HIDDEN), dtype=dtype))
         gate_up, weights = torch.zeros((64, 4096), dtype=dtype), torch.zeros(64)
-        for is_fp8 in (True, False):
-            cuda_swiglu.forward(gate_up, weights, is_fp8)
+        for gemms in (FloatGemms(), BlockGemms(), RowGemms()):
+            cuda_swiglu.forward(gate_up, weights, gemms)
             for makes_act in (True, False):
-                cuda_swiglu.backward(gate_up, weights, gate_up[:, :2048].contiguous(), is_fp8, makes_act)
+                cuda_swiglu.backward(gate_up, weights, gate_up[:, :2048].contiguous(), gemms, makes_act)
 
 
 def use_peers(t: Target) -> None:
@@ -175,7 +191,7 @@ def recorded() -> tuple[list[Launch], list[Launch]]:
             if fast:
                 use_columns(target)
                 use_routing(target)
-                use_swiglu(target)
+                use_gemm_rows(target)
                 use_peers(target)
         found.append(list({(launch.file, launch.constants): launch for launch in recorder.launches}.values()))
         names = {(launch.file, launch.name) for launch in recorder.launches}

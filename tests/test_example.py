@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -15,24 +16,45 @@ import torch
 from launch import LAUNCHERS, ROOT, have_launcher, launch_command, run_command
 
 EXAMPLE = "examples/train_moe.py"
+GRADIENTS = "examples/gradient_error.py"
 TRACE = ROOT / "tests" / "data" / "moe_trace.npz"
 SMALL = ["--steps", "12", "--batch", "4", "--length", "64", "--seeds", "1", "--validation-windows", "16"]
-SMALL += ["--hidden", "64", "--expert-hidden", "16", "--experts", "8"]
+SMALL += ["--hidden", "64", "--expert-hidden", "16", "--experts", "8", "--device", "cpu"]
+TINY = ["--batch", "4", "--length", "32", "--layers", "2", "--hidden", "64", "--heads", "2", "--experts", "4"]
+TINY += ["--topk", "2", "--expert-hidden", "32", "--device", "cpu", "--threads", "1"]
+RECIPES = ["bf16", "fp8_flow", "fp4", "fp4_all"]
 LEGS = {"dispatch", "combine", "grad_dispatch", "grad_combine"}
 
 
-def run_example(num_ranks: int, arguments: list[str], launcher: str = "mpi") -> str:
+@pytest.fixture
+def examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets tests import the modules of the examples."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+
+
+def run_example(num_ranks: int, arguments: list[str], launcher: str = "mpi", program: str = EXAMPLE) -> str:
     """The output of a run that must succeed."""
     start = [sys.executable] if num_ranks == 1 else launch_command(launcher, num_ranks)
-    code, output = run_command([*start, EXAMPLE, *arguments], timeout=120)
+    code, output = run_command([*start, program, *arguments], timeout=120)
     assert code == 0, output
     return output
+
+
+def run_here(program: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same in this process."""
+    module = importlib.import_module(Path(program).stem)
+    monkeypatch.setattr(sys, "argv", [program, *arguments])
+    threads = torch.get_num_threads()
+    try:
+        module.main()
+    finally:
+        torch.set_num_threads(threads)
 
 
 def losses(report: dict[str, Any]) -> list[tuple[Any, ...]]:
     """All that must not change when the command is repeated."""
     return [
-        (run["wire"], run["training_loss"], run["validation_loss"], run["bytes_per_token"]) for run in report["runs"]
+        (run["name"], run["training_loss"], run["validation_loss"], run["bytes_per_token"]) for run in report["runs"]
     ]
 
 
@@ -42,7 +64,7 @@ def check_report(report: dict[str, Any], wires: list[str], num_ranks: int) -> No
     assert report["versions"].keys() == {"fp4comm", "torch", "python"}
     assert report["machine"]
     assert report["date"]
-    assert [run["wire"] for run in report["runs"]] == wires
+    assert [run["name"] for run in report["runs"]] == wires
     assert report["corpus"]["entropy_order_1"] < report["corpus"]["entropy_order_0"] < math.log(256)
     for run in report["runs"]:
         assert all(math.isfinite(loss) for loss in run["training_loss"])
@@ -106,13 +128,133 @@ def test_recorded_trace() -> None:
     assert load.min() > 0  # all experts are in use
 
 
-def test_document_shows_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+@pytest.mark.mpi
+@pytest.mark.skipif(not have_launcher("mpi"), reason="needs mpirun and mpi4py")
+def test_recipes_on_two_ranks(tmp_path: Path) -> None:
+    """They learn alike, send less and less, and clipping, which two ranks must agree on, changes what they do."""
+    arguments = [*TINY, "--steps", "20", "--seeds", "1", "--validation-windows", "16", "--dtype", "float32"]
+    run_example(2, [*arguments, "--clip", "1", "--recipes", *RECIPES, "--out", str(tmp_path / "recipes")])
+    report = json.loads((tmp_path / "recipes.json").read_text())
+    assert [run["name"] for run in report["runs"]] == RECIPES
+    assert (report["kind"], report["num_ranks"], report["transport"]) == ("recipe", 2, "mpi")
+    assert str(tmp_path) not in json.dumps(report)
+    first = report["runs"][0]
+    assert np.mean(first["training_loss"][-3:]) < np.mean(first["training_loss"][:3]) - 0.5
+    for run in report["runs"][1:]:
+        assert run["training_loss"] == pytest.approx(first["training_loss"], rel=0.02)
+        assert run["training_loss"] != first["training_loss"]
+    sent = [sum(run["bytes_per_token"].values()) for run in report["runs"]]
+    assert sent == sorted(sent, reverse=True)
+    assert sent[-1] < 0.5 * sent[0]
+
+
+def test_runs_are_taken_up(tmp_path: Path, examples: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [*TINY, "--steps", "3", "--seeds", "1", "--validation-windows", "8", "--out", str(tmp_path / "run")]
+    (tmp_path / "training.md").write_text("a\n<!-- results: run -->\n<!-- end of results: run -->\nb\n")
+    run_here(EXAMPLE, [*arguments, "--recipes", "bf16"], monkeypatch)
+    first = json.loads((tmp_path / "run.json").read_text())
+    run_here(EXAMPLE, [*arguments, "--recipes", "bf16", "twin", "fp4", "--resume"], monkeypatch)
+    report = json.loads((tmp_path / "run.json").read_text())
+    assert [run["name"] for run in report["runs"]] == ["bf16", "twin", "fp4"]
+    assert report["runs"][0] == first["runs"][0]
+    assert report["command"].count(EXAMPLE) == 2
+    assert report["summary"]["twin"]["difference_percent"] == pytest.approx(0, abs=0.1)
+    document = (tmp_path / "training.md").read_text()
+    assert document.startswith("a\n<!-- results: run -->\n```text\npython examples/train_moe.py")
+    assert document.endswith("<!-- end of results: run -->\nb\n")
+    with pytest.raises(SystemExit, match="learning_rate"):
+        run_here(EXAMPLE, [*arguments, "--recipes", "fp8_flow", "--resume", "--learning-rate", "1"], monkeypatch)
+    run_here("examples/moe_report.py", [str(tmp_path / "run.json")], monkeypatch)
+    assert (tmp_path / "training.md").read_text() == document
+    (tmp_path / "run.json").write_text('{"runs": []}')
+    with pytest.raises(SystemExit, match="no results of train_moe"):
+        run_here(EXAMPLE, [*arguments, "--recipes", "bf16", "--resume"], monkeypatch)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_flow", "bf16"])
+def test_experts_use_the_weights_of_the_last_step(recipe: str, examples: None) -> None:
+    import moe_trainer
+    import train_moe
+    from moe_data import Corpus
+    from moe_ranks import Ranks
+
+    settings = train_moe.parse([*TINY, "--recipes", recipe, "--learning-rate", "0.05", "--steps", "4"])
+    text = torch.arange(4096).remainder(251).to(torch.uint8)
+    corpus, ranks = Corpus(text, text, num_files=1, digest=""), Ranks(None)
+    trainer, fresh = (moe_trainer.Trainer(settings, recipe, 0, corpus, ranks) for _ in range(2))
+    before = trainer.evaluate(4)
+    trainer.step(0)
+    fresh.model.load_state_dict(trainer.model.state_dict())
+    assert trainer.evaluate(4) == fresh.evaluate(4) != before
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not have_launcher("mpi"), reason="needs mpirun and mpi4py")
+def test_gradient_errors(tmp_path: Path, examples: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They grow as numbers get fewer bits, and one process and two measure the same but for the order of sums."""
+    arguments = [*TINY, "--after", "2", "--dtype", "float32", "--recipes", *RECIPES]
+    run_here(GRADIENTS, [*arguments, "--out", str(tmp_path / "one")], monkeypatch)
+    run_example(2, [*arguments, "--out", str(tmp_path / "two")], program=GRADIENTS)
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    for part in ("tokens", "gate_up", "down", "router"):
+        bf16, fp8, fp4, fp4_all = (np.array(one["errors"][recipe][part]) for recipe in RECIPES)
+        assert bf16.shape == (2,)
+        assert 0 < bf16.max() < fp8.max() < fp4.max() < fp4_all.max() < 0.6
+        for recipe in ("fp8_flow", "fp4"):
+            assert two["errors"][recipe][part] == pytest.approx(one["errors"][recipe][part], rel=0.2)
+    assert 0 <= max(one["errors"]["fp4"]["choices"]) < 0.1
+    assert one["loss"]["fp32"] == pytest.approx(two["loss"]["fp32"], rel=1e-5)
+
+
+def test_text_of_installed_packages(tmp_path: Path, examples: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    import moe_data
+
+    roots = [tmp_path / "lib", tmp_path / "lib" / "site-packages"]
+    for number in range(400):
+        folder = roots[number % 2] / f"package{number % 7}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{number}.py").write_text(f"{number % 390}\n" * 3000)  # the last ten are copies
+        (folder / f"{number}.so").write_bytes(b"\0" * 3000)
+    monkeypatch.setattr(moe_data.sysconfig, "get_path", lambda name: str(roots[0]))
+    monkeypatch.setattr(sys, "path", [str(roots[1]), str(tmp_path)])
+    corpus = moe_data.Corpus.of_installed_packages()
+    assert corpus.num_files == 390
+    assert corpus.digest == moe_data.Corpus.of_installed_packages().digest
+    assert corpus.validation.numel() > 0.04 * corpus.train.numel()
+    text = {bytes(part.numpy().tobytes()) for part in (corpus.train, corpus.validation)}
+    assert all(b"\0" not in part for part in text)
+    part = moe_data.Corpus.of_installed_packages(max_bytes=corpus.train.numel())
+    assert part.train.numel() + part.validation.numel() <= corpus.train.numel()
+    with pytest.raises(FileNotFoundError, match="installed packages"):
+        moe_data.Corpus.of_installed_packages(max_bytes=1000)
+
+
+@pytest.mark.parametrize("name, seeds", [("training", {0, 1, 2}), ("training_recipes", {0, 1, 2})])
+def test_document_shows_its_results(name: str, seeds: set[int], examples: None) -> None:
     import moe_report
 
-    report = moe_report.load(ROOT / "docs" / "training.json")
+    report = moe_report.load(ROOT / "docs" / f"{name}.json")
     assert moe_report.results(report) in (ROOT / "docs" / "training.md").read_text()
-    assert {run.seed for run in report.runs} == {0, 1, 2}
+    assert {run.seed for run in report.runs} == seeds
+
+
+def test_document_shows_gradient_errors(examples: None) -> None:
+    import gradient_error
+
+    report = gradient_error.load(ROOT / "docs" / "gradient_error.json")
+    assert gradient_error.results(report) in (ROOT / "docs" / "training.md").read_text()
+
+
+@pytest.mark.parametrize("preset, weights, tokens", [("small", 5e5, 4e5), ("large", 3e8, 2e7)])
+def test_presets_are_as_large_as_they_say(preset: str, weights: float, tokens: float, examples: None) -> None:
+    import train_moe
+
+    settings = train_moe.parse(["--preset", preset, "--recipes"])
+    matrices = 4 * settings.hidden**2 + 3 * settings.experts * settings.hidden * settings.expert_hidden
+    assert settings.layers * matrices >= weights
+    assert settings.steps * settings.batch * settings.length >= tokens
+    assert settings.recipes == ["bf16", "twin", "fp8_flow", "fp4", "fp4_all"]
+    assert train_moe.parse(["--preset", preset, "--steps", "7"]).steps == 7
 
 
 @pytest.mark.parametrize(
@@ -122,23 +264,42 @@ def test_document_shows_its_results(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--hidden", "48", "--heads", "4"], "48"),
         (["--experts", "4", "--topk", "5"], "--topk is 5"),
         (["--heads", "3"], "--heads is 3"),
-        (["--wires", "twin", "bf16"], "begins with 'twin'"),
-        (["--wires", "bf16", "bf16"], "each wire once"),
+        (["--wires", "twin", "bf16"], "--wires begins with 'twin'"),
+        (["--wires", "bf16", "bf16"], "each one once"),
         (["--steps", "0"], "0 is less than 1"),
         (["--out", "no/such/folder/x"], "no/such/folder"),
         (["--save-trace", "no/such/folder/x"], "no/such/folder"),
+        (["--recipes", "bf16", "mxfp4"], "'mxfp4'"),
+        (["--recipes", "twin"], "--recipes begins with 'twin'"),
+        (["--recipes", "bf16", "--wires", "bf16"], "not allowed with"),
+        (["--recipes", "--expert-hidden", "48"], "--expert-hidden is 48"),
+        (["--recipes", "--save-trace", "x"], "--save-trace"),
+        (["--preset", "huge"], "'huge'"),
+        (["--text", "books"], "'books'"),
+        pytest.param(
+            ["--device", "cuda"],
+            "--device is cuda",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which --device cuda takes"),
+        ),
     ],
 )
 def test_wrong_arguments(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    examples: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    monkeypatch.setattr(sys, "argv", [EXAMPLE, *arguments])
-    import train_moe
-
     with pytest.raises(SystemExit) as error:
-        train_moe.main()
+        run_here(EXAMPLE, arguments, monkeypatch)
     assert message in f"{error.value.code} {capsys.readouterr().err}"
+
+
+def test_gradients_need_a_step_after_the_training(
+    examples: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="--after is 9"):
+        run_here(GRADIENTS, ["--after", "9", "--steps", "9"], monkeypatch)
 
 
 @pytest.mark.mpi

@@ -1,7 +1,8 @@
-"""The GEMMs of Hopper on operands of the CPU: what `torch._scaled_mm` would be given, by the rules of its source."""
+"""The GEMMs of Hopper on operands of the CPU: what torch's functions would be given, by the rules of their source."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fp4comm import quantize_mxfp4
+from fp4comm.backends import Rows, cpu
 from fp4comm.moe import gemm
-from fp4comm.moe.gemm import EmulatedFP8Gemms, FloatGemms, Groups, ScaledGemms
+from fp4comm.moe.gemm import BlockGemms, FloatGemms, Groups, RowGemms, ScaledGemms
 
 SIZES = (32, 0, 144, 16)
 NUM_ROWS = sum(SIZES)
@@ -60,7 +62,11 @@ def results(gemms: Any, num_rows: int = NUM_ROWS) -> list[Tensor]:
     groups = Groups.of_sizes(SIZES, num_rows)
     rows = gemms.rows(x, torch.float32), gemms.rows(dy, torch.float32)
     columns = [gemms.columns(part, groups) for part in rows]
-    of_payload = gemms.payload_columns(quantize_mxfp4(x), torch.arange(num_rows), groups, torch.float32)
+    payload, order = quantize_mxfp4(x), torch.arange(num_rows)
+    arrived = gemms.empty_rows(num_rows, 384, torch.device("cpu"), torch.float32)
+    cpu.expand_rows(payload._rows, Rows.of(arrived) if isinstance(arrived, Tensor) else arrived._rows, order)
+    row_scales = arrived.scales if isinstance(gemms, RowGemms) else None
+    of_payload = gemms.payload_columns(payload, order, row_scales, groups, torch.float32)
     return [
         gemms.multiply(rows[0], weights, groups, torch.float32)[:NUM_ROWS],
         gemms.multiply(rows[1], gemms.transposed(weights), groups, torch.float32)[:NUM_ROWS],
@@ -74,19 +80,76 @@ def results(gemms: Any, num_rows: int = NUM_ROWS) -> list[Tensor]:
 def test_what_hopper_is_given(padding: int, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_scaled_mm", ScaledMM(padding))
     monkeypatch.setattr(gemm, "_wants_padded_scales", lambda: padding > 1)
-    for got, want in zip(results(ScaledGemms(), num_rows), results(EmulatedFP8Gemms(), num_rows), strict=True):
+    for got, want in zip(results(ScaledGemms(), num_rows), results(BlockGemms(), num_rows), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
 
 
-def test_emulation_is_close_to_floats() -> None:
-    for got, want in zip(results(EmulatedFP8Gemms()), results(FloatGemms()), strict=True):
+def scaled_grouped_mm(
+    a: Tensor,
+    b: Tensor,
+    a_scales: Tensor,
+    b_scales: Tensor,
+    *,
+    offs: Tensor,
+    out_dtype: torch.dtype,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """Takes the place of `torch._scaled_grouped_mm`: refuses what torch does, and multiplies in float32."""
+    assert (a.dtype, b.dtype) == (torch.float8_e4m3fn,) * 2
+    assert (offs.dtype, a_scales.dtype, b_scales.dtype) == (torch.int32, torch.float32, torch.float32)
+    assert out_dtype == torch.bfloat16
+    assert a.is_contiguous()
+    assert b.transpose(-2, -1).is_contiguous()
+    assert a.shape[-1] % 16 == b.shape[-1] % 16 == 0
+    ends = [0, *offs.tolist()]
+    if b.ndim == 3:
+        assert a_scales.shape == a.shape[:1]
+        assert b_scales.shape == (b.shape[0], b.shape[2])
+        y = torch.full((a.shape[0], b.shape[2]), torch.nan)
+        for e, (start, end) in enumerate(itertools.pairwise(ends)):
+            y[start:end] = (a[start:end].float() @ b[e].float()) * a_scales[start:end, None] * b_scales[e]
+        return y
+    assert a_scales.shape == (len(offs) * a.shape[0],)
+    assert b_scales.shape == (len(offs) * b.shape[1],)
+    assert all(end % 16 == 0 for end in ends)
+    parts = [a[:, start:end].float() @ b[start:end].float() for start, end in itertools.pairwise(ends)]
+    return torch.stack(parts) * a_scales.view(len(offs), -1, 1) * b_scales.view(len(offs), 1, -1)
+
+
+@pytest.mark.parametrize("num_rows", [NUM_ROWS, NUM_ROWS + 64])
+def test_what_grouped_gemms_are_given(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
+    on_tensor_cores = results(RowGemms(on_tensor_cores=True), num_rows)
+    for got, want in zip(on_tensor_cores, results(RowGemms(), num_rows), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("gemms", [BlockGemms(), RowGemms()], ids=["block", "row"])
+def test_emulation_is_close_to_floats(gemms: Any) -> None:
+    for got, want in zip(results(gemms), results(FloatGemms()), strict=True):
         assert got.shape == want.shape
         assert (got - want).norm() < 0.06 * want.norm()
 
 
+def test_rows_of_very_different_sizes() -> None:
+    """All rows of an expert under one scale: small ones lose what is small beside the largest, but only that."""
+    gemms, rng = RowGemms(), torch.Generator().manual_seed(3)
+    x = torch.randn(64, 128, generator=rng)
+    x[1], x[2], x[3] = x[1] * 2**-6, x[2] * 2**-30, 0
+    rows = gemms.rows(x, torch.float32)
+    assert rows.scales[3] == 2.0**-126
+    assert float((rows.dequantize() - x).norm(dim=1)[:3].div(x.norm(dim=1)[:3]).max()) < 0.04
+    columns = gemms.columns(rows, Groups.of_sizes((32, 32)))
+    assert columns.scales.tolist() == [float(rows.scales[:32].max()), float(rows.scales[32:].max())]
+    got = columns.dequantize()
+    torch.testing.assert_close(got[[0, 1]], rows.dequantize()[[0, 1]], rtol=0, atol=2.0**-10 * float(columns.scales[0]))
+    assert not got[2:4].any()
+    assert torch.equal(got[32:].abs().amax(1) > 0, torch.ones(32, dtype=torch.bool))
+
+
 def test_groups_of_fixed_shapes_need_no_sizes() -> None:
     """Where groups are multiples of 128 rows, columns of all rows at once hold the same tiles."""
-    gemms, rng = EmulatedFP8Gemms(), torch.Generator().manual_seed(2)
+    gemms, rng = BlockGemms(), torch.Generator().manual_seed(2)
     known = Groups.of_sizes((128, 0, 256), 512)
     unknown = Groups(known.ends, 512)
     assert unknown.column_sizes == (512,)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fp4comm
 from fp4comm.errors import InvalidArgument, NotAvailable
-from fp4comm.moe import MoELayer, Recipe
-from fp4comm.moe.gemm import EmulatedFP8Gemms, FloatGemms, gemms_for
+from fp4comm.moe import GroupedExperts, MoELayer, Recipe
+from fp4comm.moe.gemm import BlockGemms, FloatGemms, RowGemms, gemms_for
+from fp4comm.moe.shared import Lane, SharedExperts, can_start
 from fp4comm.moe.weights import quantize_fp8_blocks
 
 SIZES: dict[str, Any] = {"hidden": 64, "ffn_hidden": 32, "num_experts": 6, "num_topk": 2}
@@ -215,6 +218,118 @@ def test_state_dict() -> None:
     assert torch.equal(other(x), layer(x))
 
 
+def results(run: Callable[[Tensor], Tensor], layer: MoELayer, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Result and all gradients."""
+    x = tokens().to(dtype).requires_grad_()
+    layer.zero_grad()
+    out = run(x)
+    out.square().sum().backward()
+    grads = [x.grad, *(parameter.grad for parameter in layer.parameters())]
+    return [out.detach(), *(grad for grad in grads if grad is not None)]
+
+
+def both_at_once(layer: MoELayer) -> Callable[[Tensor], Tensor]:
+    """The layer's forward where shared experts start before the routed ones, as on GPUs."""
+    return lambda x: layer._both_at_once(x, layer.router(x))
+
+
+def test_shared_experts_that_start_first_give_the_same_bits() -> None:
+    layer = make_layer(recipe="bf16", num_shared_experts=2)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected, found = results(layer, layer, dtype), results(both_at_once(layer), layer, dtype)
+        assert len(found) == 7
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_gradients_of_shared_experts_that_start_first(is_cast: bool) -> None:
+    """Whatever subset needs one, of tokens and weights in different dtypes, under autocast or without."""
+    shared = SharedExperts(64, 96, dtype=torch.float32)
+
+    def run(forward: Callable[[Tensor], Tensor], wanted: tuple[bool, ...]) -> list[Tensor | None]:
+        values = (tokens() if is_cast else tokens().bfloat16(), *shared.parameters())
+        for value, is_wanted in zip(values, wanted, strict=True):
+            value.grad = None
+            value.requires_grad_(is_wanted)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_cast):
+            out = forward(values[0])
+        assert out.dtype == torch.bfloat16
+        out.backward(torch.linspace(-1, 1, 64).to(out).expand(out.shape))
+        return [out.detach(), *(value.grad for value in values)]
+
+    for wanted in itertools.product([False, True], repeat=3):
+        if any(wanted):
+            expected, found = run(shared, wanted), run(lambda x: shared.start(x).result(), wanted)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_shared_experts_are_enqueued_first_and_waited_for_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, also of a checkpoint, which goes forward once more."""
+    done: list[str] = []
+
+    def recorded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def record(*args: Any, **options: Any) -> Any:
+            if done[-1:] != [name]:
+                done.append(name)
+            return call(*args, **options)
+
+        return record
+
+    for owner, name in ((Lane, "fork"), (Lane, "join"), (GroupedExperts, "operand")):
+        monkeypatch.setattr(owner, name, recorded(name, getattr(owner, name)))
+    layer = make_layer(recipe="fp4", num_shared_experts=1)
+    once = ["fork", "operand", "join"]
+    results(both_at_once(layer), layer)
+    assert done == 2 * once
+    done.clear()
+    results(lambda x: checkpoint(both_at_once(layer), x, use_reentrant=False), layer)
+    assert done == 3 * once
+
+
+def test_shared_experts_with_hooks_or_replaced_are_called() -> None:
+    layer: Any = make_layer(num_shared_experts=1)
+    assert can_start(layer.shared)
+    hook = layer.shared.register_forward_hook(lambda *args: None)
+    assert not can_start(layer.shared)
+    hook.remove()
+    assert can_start(layer.shared)
+    layer.shared = torch.nn.Identity()
+    assert not can_start(layer.shared)
+    assert layer(tokens()).shape == tokens().shape
+    assert not can_start(make_layer().shared)
+
+
+def test_copies_share_the_communicator() -> None:
+    """Also after forward, whose balance is no leaf; operands of the weights are the copy's own."""
+    layer = make_layer(recipe="fp4", num_shared_experts=1)
+    expected = results(layer, layer)
+    copied: Any = copy.deepcopy(torch.nn.Sequential(layer))[0]
+    assert copied.comm is layer.comm
+    assert torch.equal(copied.balance, layer.balance)
+    assert all(map(torch.equal, results(copied, copied), expected))
+    with torch.no_grad():
+        copied.experts.down.zero_()
+        copied.shared.down.weight.zero_()
+    assert not copied(tokens()).any()
+    assert all(map(torch.equal, results(layer, layer), expected))
+    copied.close()
+    layer(tokens())
+    layer.close()
+    with pytest.raises(fp4comm.Fp4CommError, match="closed"):
+        copied(tokens())
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler does that
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # and reads this
+def test_compiled_layers_give_the_same_bits() -> None:
+    """Exchange and experts are a break in the graph. Nothing looks into them: torch would warn of what it finds."""
+    layer = make_layer(recipe="fp4", num_shared_experts=1)
+    expected = results(layer, layer)
+    compiled = torch.compile(layer, backend="eager")
+    for _ in range(2):
+        assert all(map(torch.equal, results(compiled, layer), expected))
+
+
 def test_weights_do_not_depend_on_the_number_of_ranks() -> None:
     def run(group: Any) -> Tensor:
         layer = make_layer(group)
@@ -252,13 +367,14 @@ def test_wrong_arguments_are_refused() -> None:
     for options, message in cases:
         with pytest.raises(InvalidArgument, match=message):
             make_layer(**options)
-    with pytest.raises(NotAvailable, match="Hopper"):
-        make_layer(gemms="scaled_mm")
+    with pytest.raises(NotAvailable, match=r"compute capability 9\.0"):
+        make_layer(gemms="tensor_cores")
     with pytest.raises(InvalidArgument, match="x is of dtype"):
         make_layer()(tokens().half())
     for wrong, message in [
         ({"experts": "int8"}, "experts is 'int8'"),
         ({"keeps": "nothing"}, "keeps is 'nothing'"),
+        ({"scaling": "tensor"}, "scaling is 'tensor'"),
         ({"precision": "bf16"}, "keeps is 'payload'"),
         ({"precision": fp4comm.Precision(fp4comm.Leg("mxfp4", hadamard=True))}, "rotated"),
     ]:
@@ -268,8 +384,9 @@ def test_wrong_arguments_are_refused() -> None:
 
 def test_gemms_are_chosen_by_what_there_is() -> None:
     cpu = torch.device("cpu")
-    assert isinstance(gemms_for("float", "auto", cpu, (64, 32), 1, False), FloatGemms)
-    assert isinstance(gemms_for("fp8", "auto", cpu, (64, 32), 1, False), EmulatedFP8Gemms)
+    kinds = {"bf16": FloatGemms, "fp4": RowGemms, Recipe(scaling="block"): BlockGemms}
+    for recipe, kind in kinds.items():
+        assert isinstance(gemms_for(Recipe.of(recipe), "auto", cpu, (64, 32), 1, False), kind)
 
 
 def test_blocks_of_weights() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +16,9 @@ from torch import Tensor
 from fp4comm import quantize_mxfp4
 from fp4comm.backends import cpu
 from fp4comm.errors import InvalidArgument
-from fp4comm.formats import Kind
+from fp4comm.formats import GemmKind, Kind
 from fp4comm.moe import GroupedExperts, Recipe, activation_bytes, activation_bytes_per_token
-from fp4comm.moe.gemm import EmulatedFP8Gemms, Groups
+from fp4comm.moe.gemm import BlockGemms, Groups, RowGemms
 
 DEEPSEEK_V3: dict[str, int] = {"hidden": 7168, "ffn_hidden": 2048, "num_experts": 256, "num_topk": 8, "num_ranks": 2}
 FLOATS = (Kind.F32, Kind.BF16, Kind.F16)
@@ -115,12 +116,12 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return run
 
-    def count(src: Kind, dst: Kind) -> None:
+    def count(src: Kind | GemmKind, dst: Kind | GemmKind) -> None:
         if "gemm" in inside or "loop" in inside or (src in FLOATS) == (dst in FLOATS):
             return
         counts[("swiglu " if "swiglu" in inside else "") + ("quantized" if src in FLOATS else "expanded")] += 1
 
-    def counted(name: str, kinds: Callable[..., tuple[Kind, Kind]]) -> None:
+    def counted(name: str, kinds: Callable[..., tuple[Kind | GemmKind, Kind | GemmKind]]) -> None:
         function = within("loop", getattr(cpu, name))  # which may call the others
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -132,25 +133,29 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     for name in ("convert_rows", "expand_rows", "sum_rows"):
         counted(name, lambda src, dst, *_: (src.kind, dst.kind))
     counted("pack_tokens", lambda x, send, *_: (x.kind, send.kind))
-    for name in ("multiply", "weight_gradient"):
-        monkeypatch.setattr(EmulatedFP8Gemms, name, within("gemm", getattr(EmulatedFP8Gemms, name)))
-    monkeypatch.setattr(EmulatedFP8Gemms, "rows", within("swiglu", EmulatedFP8Gemms.rows))
+    counted("gemm_columns", lambda src, *_: (src.kind, GemmKind.FP8_ROW))
+    counted("quantize_gemm_rows", lambda _: (Kind.F32, GemmKind.FP8_ROW))
+    for gemms in (BlockGemms, RowGemms):
+        for name in ("weights", "multiply", "weight_gradient"):
+            monkeypatch.setattr(gemms, name, within("gemm", getattr(gemms, name)))
+        monkeypatch.setattr(gemms, "rows", within("swiglu", gemms.rows))
     return counts
 
 
 @pytest.mark.parametrize(
     "name, expected",
     [
+        ("fp8_flow, blocks", {"quantized": 2, "swiglu quantized": 2}),
         ("fp8_flow", {"quantized": 2, "swiglu quantized": 2}),  # as published: tokens, and gradients of the result
         ("fp4", {"quantized": 2, "swiglu quantized": 3}),  # act is made twice
         ("bf16", {}),
-        # gradients are rotated back and made FP8; both combines send small numbers, and sum them
-        ("fp4_all", {"quantized": 5, "expanded": 3, "swiglu quantized": 3}),
+        # gradients are rotated back and, as what SwiGLU gives, made FP8; both combines send small numbers, and sum them
+        ("fp4_all", {"quantized": 4, "expanded": 3, "swiglu quantized": 4}),
     ],
 )
 def test_conversions(casts: Counter[str], name: str, expected: dict[str, int]) -> None:
     """In forward and backward; weights are converted once per step, before."""
-    recipe, problem = Recipe.of(name), problem_of(1)
+    recipe, problem = RECIPES[name] if name in RECIPES else Recipe.of(name), problem_of(1)
     with communicator(None, problem, recipe.precision) as comm:
         experts = make_experts(comm, problem, recipe, torch.bfloat16)
         x, idx, weights = problem.mine(0, torch.bfloat16)
@@ -159,29 +164,31 @@ def test_conversions(casts: Counter[str], name: str, expected: dict[str, int]) -
     assert dict(casts) == expected
 
 
-def test_weight_gradient_of_the_payload_is_that_of_the_fp8_rows() -> None:
+@pytest.mark.parametrize("gemms", [BlockGemms(), RowGemms()], ids=["block", "row"])
+def test_weight_gradient_of_the_payload_is_that_of_the_fp8_rows(gemms: Any) -> None:
     """The same numbers, however they lie, so that not even the order of sums is another."""
-    gemms, rng = EmulatedFP8Gemms(), torch.Generator().manual_seed(3)
+    rng = torch.Generator().manual_seed(3)
     tokens = torch.randn(50, 160, generator=rng) * torch.randn(50, 1, generator=rng).exp()
     payload = quantize_mxfp4(tokens)
     sizes = (32, 0, 144, 16)
     rows = torch.randint(-1, 50, (sum(sizes),), generator=rng)
     groups = Groups.of_sizes(sizes)
-    forward = payload.to_fp8()
-    x = forward.dequantize(torch.float32)[rows] * (rows >= 0)[:, None]  # what the forward GEMM read
-    dy = gemms.rows(torch.randn(len(rows), 96, generator=rng), torch.float32)
-    columns = gemms.payload_columns(payload, rows, groups, torch.float32)
-    got = gemms.weight_gradient(gemms.columns(dy, groups), columns, groups, torch.float32)
-    dy_values = gemms.columns(dy, groups).dequantize()
-    want = [a.t() @ b for a, b in zip(dy_values.split(sizes), x.split(sizes), strict=True)]
+    forward = gemms.empty_rows(len(rows), 160, torch.device("cpu"), torch.float32)
+    cpu.expand_rows(payload._rows, forward._rows, rows)
+    x = forward.dequantize(torch.float32)  # what the forward GEMM read
+    dy = gemms.columns(gemms.rows(torch.randn(len(rows), 96, generator=rng), torch.float32), groups)
+    row_scales = forward.scales if isinstance(gemms, RowGemms) else None
+    columns = gemms.payload_columns(payload, rows, row_scales, groups, torch.float32)
+    got = gemms.weight_gradient(dy, columns, groups, torch.float32)
+    want = [a.t() @ b for a, b in zip(dy.dequantize().split(sizes), x.split(sizes), strict=True)]
     torch.testing.assert_close(got, torch.stack(want), rtol=1e-6, atol=1e-5)
     torch.testing.assert_close(columns.dequantize(), x, rtol=0, atol=0)
 
 
 def test_columns_of_gradients_are_those_of_the_codec() -> None:
-    rows = EmulatedFP8Gemms().rows(torch.randn(40, 160) * 1e-30, torch.float32)
+    rows = BlockGemms().rows(torch.randn(40, 160) * 1e-30, torch.float32)
     groups = Groups.of_sizes((16, 0, 24))
-    got, want = EmulatedFP8Gemms().columns(rows, groups), rows.to_columns((16, 0, 24))
+    got, want = BlockGemms().columns(rows, groups), rows.to_columns((16, 0, 24))
     assert torch.equal(got.data.view(torch.uint8), want.data.view(torch.uint8))
     assert torch.equal(got.scales, want.scales)
 
@@ -196,8 +203,8 @@ def test_operands_are_made_once_per_step() -> None:
         assert experts.operand("gate_up", torch.float32) is first
         x, idx, weights = problem.mine(0)
         experts(x, idx, weights, comm).sum().backward()
-        for kind in (torch.optim.AdamW(experts.parameters(), lr=0.1), torch.optim.SGD(experts.parameters(), lr=0.1)):
-            kind.step()
+        for kind, is_fused in itertools.product((torch.optim.AdamW, torch.optim.SGD), (False, True)):
+            kind(experts.parameters(), lr=0.1, fused=is_fused).step()
             second = experts.operand("gate_up", torch.float32)
             assert second is not first
             torch.testing.assert_close(second.dequantize(), experts.gate_up.detach(), rtol=0.07, atol=1e-3)

@@ -1,18 +1,19 @@
-"""SwiGLU of `fp4comm.moe`: its numbers, and the bits of the kernels, on a GPU and in the emulator."""
+"""SwiGLU of `fp4comm.moe`: its numbers, and those of the kernels, on a GPU and in the emulator."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
 from cuda_emulator.emulator import emulated
-from cuda_targets import Target, assert_all_same
-from nvrtc_log import compiler_log, missing
+from cuda_targets import CPU, Target
 from torch import Tensor
 
-from fp4comm.codec import FP8Tensor, quantize_fp8
-from fp4comm.moe import MoELayer, swiglu
+from fp4comm.backends import cpu
+from fp4comm.moe import FP8Rows, MoELayer, swiglu
+from fp4comm.moe.gemm import BlockGemms, FloatGemms, RowGemms
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -30,17 +31,6 @@ def inputs(num_rows: int, width: int, dtype: torch.dtype, wild: bool = False) ->
     return gate_up.to(dtype), weights, grad.to(dtype)
 
 
-def test_logistic() -> None:
-    x = torch.cat([torch.linspace(-86, 86, 200_001), torch.tensor([0.0, -0.0, 1e-40, 200.0, -200.0])])
-    value, complement = swiglu._logistic(x)
-    exact = torch.sigmoid(x.double())
-    inside = x.abs() <= 86
-    assert ((value - exact) / exact)[inside].abs().max() < 1e-6
-    assert ((complement - torch.sigmoid(-x.double())) / torch.sigmoid(-x.double()))[inside].abs().max() < 1e-6
-    assert (value[-2:] - exact[-2:]).abs().max() < 1e-37
-    assert swiglu._logistic(torch.tensor([torch.nan]))[0].isnan()
-
-
 def test_gradients() -> None:
     """As autograd finds them in float64."""
     gate_up, weights, grad = inputs(20, 96, torch.float32)
@@ -54,72 +44,83 @@ def test_gradients() -> None:
     torch.testing.assert_close(got_weights, exact_weights.grad.float(), rtol=1e-4, atol=1e-4)
 
 
-def parts(written: Tensor | FP8Tensor, is_fp8: bool, dtype: torch.dtype) -> list[Tensor]:
-    """Numbers of one dtype, with one bit pattern for NaN, as FP8 or rounded."""
-    if isinstance(written, FP8Tensor):
-        return [written.data, written.scales]
-    if is_fp8:
-        return parts(quantize_fp8(written), True, dtype)
-    rounded = written.to(dtype)
-    return [torch.where(rounded.isnan(), torch.full_like(rounded, torch.nan), rounded)]
+def values(written: Any) -> Tensor:
+    """As float32."""
+    return written.float() if isinstance(written, Tensor) else written.dequantize(torch.float32)
 
 
-def run(target: Target, num_rows: int, width: int, dtype: torch.dtype, is_fp8: bool, makes_act: bool) -> list[Tensor]:
+def run(target: Target, gemms: Any, num_rows: int, width: int, dtype: torch.dtype, makes_act: bool) -> list[Any]:
+    """Results of the kernels, and on the CPU of torch's operations."""
     gate_up, weights, grad = (value.to(target.device) for value in inputs(num_rows, width, dtype, wild=num_rows > 5))
-    if target.backend.__name__.endswith("cpu"):
-        act = swiglu.forward(gate_up, weights)
-        grad_gate_up, grad_weights = swiglu.backward(gate_up, weights, grad)
-        return [
-            *parts(act, is_fp8, dtype),
-            *parts(grad_gate_up, is_fp8, dtype),
-            *parts(grad_weights, False, torch.float32),
-            *(parts(act, is_fp8, dtype) if makes_act else []),
-        ]
-    from fp4comm.moe import cuda_swiglu
+    if target.backend is cpu:
+        act = swiglu.forward_rows(gate_up, weights, gemms)
+        grad_gate_up, grad_weights, again = swiglu.backward_rows(gate_up, weights, grad, gemms, makes_act)
+    else:
+        from fp4comm.moe import cuda_swiglu
 
-    assert cuda_swiglu.fits(gate_up, weights)
-    first = cuda_swiglu.forward(gate_up, weights, is_fp8)
-    *gradients, again = cuda_swiglu.backward(gate_up, weights, grad, is_fp8, makes_act)
-    results = [first, *gradients, *([again] if makes_act else [])]
-    return [
-        part
-        for result in results
-        for part in parts(result, False, result.dtype if isinstance(result, Tensor) else dtype)
+        assert cuda_swiglu.fits(gate_up, weights)
+        act = cuda_swiglu.forward(gate_up, weights, gemms)
+        grad_gate_up, grad_weights, again = cuda_swiglu.backward(gate_up, weights, grad, gemms, makes_act)
+    assert (again is not None) == makes_act
+    gate, up = gate_up.float().chunk(2, dim=1)
+    sizes = (torch.nn.functional.silu(gate) * up * grad).abs().sum(dim=1)  # of what the gradient of a weight adds up
+    return [act, grad_gate_up, grad_weights / sizes.clamp(min=LEAST), *([again] if makes_act else [])]
+
+
+STEPS = {torch.float8_e4m3fn: 2.0**-3, torch.bfloat16: 2.0**-7, torch.float32: 2e-5}
+LEAST = 1e-33  # exp(-x) is 0 from x = 88 on, and is multiplied by numbers up to 100
+
+
+def assert_same_but_for_last_bits(got: Any, want: Any) -> None:
+    """The exponential of a device has its own last bits, so that a few numbers are rounded to the next one."""
+    data = want if isinstance(want, Tensor) else want.data
+    a, b = values(got).cpu(), values(want)
+    assert torch.equal(a.isnan(), b.isnan())
+    a, b = a.nan_to_num(), b.nan_to_num()
+    if isinstance(want, Tensor):  # the slope of SiLU has a zero, and sums cancel
+        step = 1e-5 * (b.abs().amax(dim=1, keepdim=True) if b.ndim > 1 and b.numel() else torch.ones(()))
+    else:
+        step = 2.0**-9 * values_of_scales(want)
+    assert bool(((a - b).abs() <= STEPS[data.dtype] * b.abs() + step + LEAST).all())
+    if data.dtype != torch.float32 and a.numel():
+        assert float(((a != b) & (b.abs() > LEAST)).float().mean()) < 1e-3
+
+
+def values_of_scales(written: Any) -> Tensor:
+    """The scale of each number."""
+    if isinstance(written, FP8Rows):
+        return written.scales[:, None]
+    return written.scales.repeat_interleave(128, dim=1)[:, : written.data.shape[1]]
+
+
+GEMMS = {"floats": FloatGemms(), "blocks": BlockGemms(), "rows": RowGemms()}
+
+
+def test_kernels_give_the_numbers_of_torch(target: Target) -> None:
+    sizes = target.pick([(11, 128), (9, 384)], [(11, 128), (9, 384), (4097, 2048), (300, 1408), (20, 8192)])
+    runs = [
+        functools.partial(run, gemms=gemms, num_rows=num_rows, width=width, dtype=dtype, makes_act=width != 384)
+        for num_rows, width in [*sizes, (0, 128)]
+        for dtype in DTYPES.values()
+        for gemms in GEMMS.values()
     ]
+    if target.machine is not None:
+        target.machine.prepare([functools.partial(run, target) for run in runs])
+    for run_on in runs:
+        for got, want in zip(run_on(target), run_on(CPU), strict=True):
+            assert_same_but_for_last_bits(got, want)
 
 
-def test_kernels_give_the_bits_of_torch(target: Target) -> None:
-    sizes = target.pick([(11, 128), (9, 384)], [(11, 128), (9, 384), (4097, 2048), (300, 1408)])
-    runs = {
-        f"{num_rows} x {width} {name} {'fp8' if is_fp8 else 'float'}": functools.partial(
-            run, num_rows=num_rows, width=width, dtype=dtype, is_fp8=is_fp8, makes_act=width != 384
-        )
-        for num_rows, width in sizes
-        for name, dtype in DTYPES.items()
-        for is_fp8 in (True, False)
-    }
-    runs["no rows"] = functools.partial(run, num_rows=0, width=128, dtype=torch.bfloat16, is_fp8=True, makes_act=True)
-    assert_all_same(target, runs)
-
-
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_100"])
-def test_kernels_compile_without_a_warning(architecture: str) -> None:
-    reason = missing()
-    if reason is not None:
-        pytest.skip(reason)
-    with emulated():
-        from fp4comm.backends import cuda_compile
-    for source in (0, 1):
-        for destination in (source, 3):
-            constants = {"FFN": 2048, "SRC_KIND": source, "DST_KIND": destination, "WITH_ACT": source}
-            options = cuda_compile.options(tuple(constants.items()))
-            added = ("-ftz=true", f"-arch={architecture}", "--device-as-default-execution-space")
-            assert not compiler_log('#include "swiglu.cu"\n', options + added)
+def test_the_same_in_every_run(target: Target) -> None:
+    for gemms in GEMMS.values():
+        first, again = (run(target, gemms, 9, 384, torch.bfloat16, True) for _ in range(2))
+        for one, other in zip(first, again, strict=True):
+            assert torch.equal(values(one).nan_to_num(), values(other).nan_to_num())
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_flow", "fp4"])
 def test_experts_with_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward of a layer have the same bits with and without."""
+    """Forward and backward of a layer give the same with and without, but for those last bits."""
     results = []
     with emulated() as machine:
         from fp4comm.moe import cuda_swiglu
@@ -136,7 +137,8 @@ def test_experts_with_the_kernels(name: str, monkeypatch: pytest.MonkeyPatch) ->
             results.append([out, x.grad, weights.grad, *(parameter.grad for parameter in layer.experts.parameters())])
     assert {launch.name for launch in machine.launches} == {"swiglu_forward", "swiglu_backward"}
     for got, want in zip(*results, strict=True):
-        assert torch.equal(got, want)
+        got, want = got.detach().float(), want.detach().float()
+        assert (got - want).norm() < 2e-3 * want.norm()
 
 
 def test_what_the_kernels_do_not_take() -> None:

@@ -23,7 +23,7 @@ LAYERS = (
     ("formats", "memory"),
     ("memory", "precision", "reference", "_cpu"),
     ("backends",),
-    ("codec", "routing", "transport"),
+    ("codec", "fp8_rows", "routing", "transport"),
     ("agreement", "checks", "exchange"),
     ("autograd", "received"),
     ("communicator", "launch"),

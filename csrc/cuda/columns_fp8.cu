@@ -1,8 +1,10 @@
-// Row-wise FP8 with power-of-two scales to column-wise FP8: rows are brought to the exponent of their tile.
+// Row-wise FP8 with power-of-two scales to column-wise FP8: rows are brought to the exponent of their tile, or each to
+// one that is given.
 //
-// Macros: HIDDEN, SPANS, SRC_KIND (3: float32 scales, 4: E8M0), MIN_BLOCKS (per multiprocessor, limits
-// registers).
+// Macros: HIDDEN, SPANS, SRC_KIND (3: float32 scales, 4: E8M0, 6: a float32 scale per row), MIN_BLOCKS (per
+// multiprocessor, limits registers), GIVEN (1: wanted_scales says to which scale each row is brought; out_scales is null).
 #include "columns.cuh"
+#include "e4m3_shift.cuh"
 
 namespace fp4comm {
 namespace {
@@ -23,39 +25,9 @@ struct Shared {
 };
 
 __device__ inline uint32_t scale_bits(const uint8_t* scales, int64_t group) {
+    if (kKind == Kind::kFP8Row) return load<uint32_t>(scales);
     if (group >= ceil_div(kHidden, kGroupSize)) return kE8M0One << 23;
     return kKind == Kind::kFP8 ? load<uint32_t>(scales + 4 * group) : uint32_t(scales[group]) << 23;
-}
-
-// Nonzero if one of four codes is neither zero nor NaN.
-__device__ inline uint32_t numbers_in(uint32_t codes) {
-    return ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x7e7e7e7eu;
-}
-
-// Bit 7 of every code that is NaN.
-__device__ inline uint32_t nans_in(uint32_t codes) {
-    return ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
-}
-
-// Four codes, none of them NaN, times a power of two not above 1, given as a pair of FP16. Products that FP16 has to
-// round are far below half of the smallest E4M3 number.
-__device__ inline uint32_t scale_codes(uint32_t codes, uint32_t powers) {
-    const uint32_t low = e4m3x2_from_f16x2(mul_f16x2(f16x2_from_e4m3x2(codes & 0xffffu), powers));
-    const uint32_t high = e4m3x2_from_f16x2(mul_f16x2(f16x2_from_e4m3x2(codes >> 16), powers));
-    return __byte_perm(low, high, 0x5410);
-}
-
-// The same, where NaN stays as it is.
-FP4COMM_RARE uint32_t scale_codes_with_nan(uint32_t codes, uint32_t powers) {
-    const uint32_t nan = nans_in(codes);
-    const uint32_t kept = (nan >> 7) * 0xffu;
-    return (scale_codes(codes & ~kept, powers) & ~kept) | (codes & kept);
-}
-
-// 2^shift as a pair of FP16, -19 <= shift <= 0; below 2^-14 these are subnormals in steps of 2^-24.
-__device__ inline uint32_t powers_of(int shift) {
-    const uint32_t power = shift >= -14 ? uint32_t(shift + 15) << 10 : 1u << (shift + 24);
-    return pair_of(power, power);
 }
 
 __device__ inline int exponent_of(const uint4& exponents, int i) {
@@ -122,7 +94,7 @@ __device__ inline void turn(const uint2* codes, ColumnWriter columns) {
 extern "C" __global__ void __launch_bounds__(kColumnThreads, MIN_BLOCKS)
     fp8_to_fp8_columns(const uint8_t* data, int64_t data_stride, const uint8_t* scales, int64_t scales_stride,
                        const int64_t* src_row, const int64_t* groups, int64_t num_groups, int64_t num_rows,
-                       uint8_t* out, float* out_scales, int32_t* bad) {
+                       uint8_t* out, float* out_scales, int32_t* bad, const float* wanted_scales) {
     constexpr unsigned kWindows = unsigned(ceil_div(kHidden, kColumns));
     __shared__ Shared shared;
     const ColumnTile tile = find_tile(blockIdx.x / kWindows, groups, num_groups, num_rows, kRowTile);
@@ -136,7 +108,14 @@ extern "C" __global__ void __launch_bounds__(kColumnThreads, MIN_BLOCKS)
     shared.codes.start(shared.addresses, window, kHidden);
     const uint32_t bits =
         row < 0 ? kE8M0One << 23 : scale_bits(scales + row * scales_stride, window / kGroupSize + span);
+#if GIVEN
+    // As if all were brought to the exponent 127: only the distance counts.
+    const uint32_t given = owned_row < tile.rows_left() ? float_bits(wanted_scales[tile.first + owned_row]) : bits;
+    const int moved = int(kE8M0One) + int(bits >> 23) - int(given >> 23);
+    shared.exponents[span][owned_row] = uint8_t(moved < 0 ? 0 : moved > int(kE8M0One) ? int(kE8M0One) : moved);
+#else
     shared.exponents[span][owned_row] = uint8_t(bits >> 23);
+#endif
     if (bad && !is_normal_pow2(bits)) atomicAdd(bad, 1);
     wait_for_copies();
     __syncthreads();
@@ -150,9 +129,13 @@ extern "C" __global__ void __launch_bounds__(kColumnThreads, MIN_BLOCKS)
         for (int i = 0; i < kRowsPerThread; ++i) codes[i] = shared.codes.get<uint2>(place.row(i), in_window);
     }
     const uint4 exponents = load<uint4>(shared.exponents[span] + place.row(0));
+#if GIVEN
+    const int byte = int(kE8M0One);
+#else
     const int byte = tile_byte(exponents, codes, shared.warp_largest);
     const int64_t scale_column = window + thread;
     if (scale_column < kHidden) out_scales[tile.index * kHidden + scale_column] = e8m0_value(uint32_t(byte));
+#endif
     scale_rows(exponents, byte, codes);
     turn(codes, ColumnWriter(out, kHidden, column, tile, place));
 }

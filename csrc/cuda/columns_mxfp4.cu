@@ -1,7 +1,8 @@
 // Row-wise MXFP4 to column-wise FP8 and, from the same read, to row-wise FP8.
 //
 // Macros: HIDDEN, SPANS, WITH_ROWS (1: rows too), SCALES_ALIGNED (1: rows of scale bytes begin at multiples of
-// 8), MIN_BLOCKS (per multiprocessor, limits registers).
+// 8), MIN_BLOCKS (per multiprocessor, limits registers), GIVEN (1: wanted_scales says which scale each row gets, at least
+// 2^-6 times that of its largest block; out_scales is null).
 #include "columns.cuh"
 
 namespace fp4comm {
@@ -35,6 +36,18 @@ struct Shared {
 
 __device__ inline uint32_t raise_bytes(uint32_t bytes) {
     return ((bytes & 0x7f7f7f7fu) + 0x01010101u) ^ (bytes & 0x80808080u);
+}
+
+// Raised bytes as if `given` were 127: only the distance counts.
+__device__ inline uint32_t move_raised(uint32_t raised, int given) {
+    uint32_t moved = 0;
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {
+        const int byte = int(raised >> 8 * b & 0xffu);
+        const int at = byte + int(kE8M0One) - given;
+        moved |= byte == 0 ? 0u : uint32_t(at < 1 ? 1 : at > 254 ? 254 : at) << 8 * b;
+    }
+    return moved;
 }
 
 // SharedScale::byte() of the largest raised byte.
@@ -232,7 +245,8 @@ __device__ inline void write_rows(const Shared& shared, const ColumnTile& tile, 
 extern "C" __global__ void __launch_bounds__(kColumnThreads, MIN_BLOCKS)
     mxfp4_to_fp8_columns(const uint8_t* data, int64_t data_stride, const uint8_t* scales, int64_t scales_stride,
                          const int64_t* src_row, const int64_t* groups, int64_t num_groups, int64_t num_rows,
-                         uint8_t* out, float* out_scales, uint8_t* row_out, float* row_scales) {
+                         uint8_t* out, float* out_scales, uint8_t* row_out, float* row_scales,
+                         const float* wanted_scales) {
     constexpr unsigned kWindows = unsigned(ceil_div(kHidden, kColumns));
     __shared__ Shared shared;
     const ColumnTile tile = find_tile(blockIdx.x / kWindows, groups, num_groups, num_rows, kRowTile);
@@ -245,7 +259,12 @@ extern "C" __global__ void __launch_bounds__(kColumnThreads, MIN_BLOCKS)
     const int64_t span_column = window + owned.span * kSpanColumns;
     const uint2 bytes = load_scales(row < 0 ? zero_row : scales + row * scales_stride, span_column / kBlockSize);
     fill_tables(shared.tables);
-    const uint2 raised = make_uint2(raise_bytes(bytes.x), raise_bytes(bytes.y));
+    uint2 raised = make_uint2(raise_bytes(bytes.x), raise_bytes(bytes.y));
+#if GIVEN
+    const bool is_there = owned.row < tile.rows_left();
+    const int given = is_there ? int(float_bits(wanted_scales[tile.first + owned.row]) >> 23) : int(kE8M0One);
+    raised = make_uint2(move_raised(raised.x, given), move_raised(raised.y, given));
+#endif
     share_scales(owned, raised, shared);
     if (WITH_ROWS) {
         float* const to = row_scales + (tile.first + owned.row) * kNumGroups + span_column / kGroupSize;
@@ -260,12 +279,16 @@ extern "C" __global__ void __launch_bounds__(kColumnThreads, MIN_BLOCKS)
     const int block = in_window / kBlockSize;
     uint32_t row_words[4];
     load_bytes(shared.raised[block], place, row_words);
+#if GIVEN
+    const uint32_t byte = kE8M0One;
+#else
     const uint32_t byte = tile_byte(shared.codes, place, row_words, block * kBlockSize / 2);
     const float scale = pow2(byte);
     if (column < kHidden) {
         store(out_scales + tile.index * kHidden + column + 2 * place.row_group,
               make_uint2(float_bits(scale), float_bits(scale)));
     }
+#endif
     write_columns(shared, place, row_words, byte, in_window / 2, ColumnWriter(out, kHidden, column, tile, place));
 }
 

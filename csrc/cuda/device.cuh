@@ -145,6 +145,30 @@ __device__ inline void wait_for_kernel_before() {
 #endif
 }
 
+// ---- arithmetic ----
+
+// 2^x to within 2 units in the last place; 0 below 2^-126.
+__device__ inline float exp2_approx(float x) {
+#if FP4COMM_SM
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+#else
+    return __builtin_exp2f(x);
+#endif
+}
+
+// 1 / x to within 1 unit in the last place.
+__device__ inline float reciprocal_approx(float x) {
+#if FP4COMM_SM
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+#else
+    return 1.0f / x;
+#endif
+}
+
 // Pairs of 16-bit numbers in a word, the first in the low half.
 __device__ inline uint32_t pair_of(uint32_t low, uint32_t high) {
     return low | high << 16;

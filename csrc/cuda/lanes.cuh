@@ -14,13 +14,14 @@ namespace fp4comm {
 struct Encoding {
     uint64_t seed;
     uint32_t stream;
+    uint32_t row_byte = 0;  // kFP8Row: exponent of the row's scale
 };
 
 constexpr int bits_of(Kind kind) {
     return kind == Kind::kF32                             ? 32
            : kind == Kind::kBF16 || kind == Kind::kF16    ? 16
-           : kind == Kind::kFP8 || kind == Kind::kFP8E8M0 ? 8
-                                                          : 4;
+           : kind == Kind::kMXFP4                      ? 4
+                                                       : 8;
 }
 
 constexpr bool is_fp8(Kind kind) {
@@ -107,9 +108,9 @@ __device__ inline Piece<kKind, N> load_piece(ConstRow row, bool inside) {
     return piece;
 }
 
-// The scale byte of the row of zeros.
+// The scale byte of the row of zeros; the least one in GEMMs, where the largest scale of several rows is wanted.
 constexpr uint32_t zero_scale(Kind kind) {
-    return is_fp8(kind) ? kE8M0One : 0;
+    return is_fp8(kind) ? kE8M0One : kind == Kind::kFP8Row ? 1 : 0;
 }
 
 // ---- numbers that lanes share ----
@@ -234,19 +235,30 @@ __device__ inline void fix_nans(uint32_t* pairs, uint32_t infinity, uint32_t nan
     }
 }
 
+// Codes under the scale byte `byte`; NaN for all if `bad`.
+template <int N>
+__device__ inline void encode_fp8_at(const float* x, uint32_t byte, bool bad, uint32_t* words) {
+    const float inverse = pow2(254 - byte);
+#pragma unroll
+    for (int j = 0; j < N; j += 4) {
+        const uint32_t low = e4m3x2_from_floats(mul_rn(x[j], inverse), mul_rn(x[j + 1], inverse));
+        const uint32_t high = e4m3x2_from_floats(mul_rn(x[j + 2], inverse), mul_rn(x[j + 3], inverse));
+        words[j / 4] = bad ? 0x7f7f7f7fu : pair_of(low, high);
+    }
+}
+
+// The scale byte of a row with that largest magnitude; a bad row is as a row of zeros.
+__device__ inline uint32_t row_byte_from_amax(uint32_t amax) {
+    return amax == 0 || amax >= kInfinityBits ? zero_scale(Kind::kFP8Row) : fp8_scale_from_amax(amax);
+}
+
 template <Kind kKind, int N>
 __device__ inline Piece<kKind, N> encode_fp8(const float* x) {
     Piece<kKind, N> piece;
     const uint32_t amax = max_over_lanes<kGroupSize / N>(lane_amax<N>(x));
     const bool bad = amax >= kInfinityBits;
     piece.scale = bad ? kE8M0One : fp8_scale_from_amax(amax);
-    const float inverse = pow2(254 - piece.scale);
-#pragma unroll
-    for (int j = 0; j < N; j += 4) {
-        const uint32_t low = e4m3x2_from_floats(mul_rn(x[j], inverse), mul_rn(x[j + 1], inverse));
-        const uint32_t high = e4m3x2_from_floats(mul_rn(x[j + 2], inverse), mul_rn(x[j + 3], inverse));
-        piece.data.word[j / 4] = bad ? 0x7f7f7f7fu : pair_of(low, high);
-    }
+    encode_fp8_at<N>(x, piece.scale, bad, piece.data.word);
     return piece;
 }
 

@@ -218,13 +218,14 @@ __device__ inline void spread_row(const Rows& src, const Destination& dst, int64
                                   const Targets<kCount>& targets, const Encoding& encoding) {
     using C = RowConverter;
     constexpr int kSteps = Parts<C>::kUnroll;
+    const Encoding own = encoding_of_row(encoding, src.const_row(row));
     for_each_chunk<C>(part, [&](uint32_t first) {
         typename C::In in[kSteps];
         typename C::Out out[kSteps];
         load_chunk<C, kSteps>(src.const_row(row), first, in);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
-            out[step] = C::convert(in[step], encoding, row, column<C>(first, step));
+            out[step] = C::convert(in[step], own, row, column<C>(first, step));
         }
         targets.for_each([&](int64_t target, int rank) { store_chunk<C, kSteps>(dst.row(target, rank), first, out); });
     });

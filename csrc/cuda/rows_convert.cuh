@@ -7,6 +7,7 @@
 // the four scale bytes of every MXFP4 group of 128 are an aligned word.
 #pragma once
 
+#include "e4m3_shift.cuh"
 #include "lanes.cuh"
 
 namespace fp4comm {
@@ -352,5 +353,82 @@ template <bool kFast>
 struct Converter<Kind::kMXFP4, Kind::kFP8, kFast> : MXFP4ToFP8<Kind::kFP8> {};
 template <bool kFast>
 struct Converter<Kind::kMXFP4, Kind::kFP8E8M0, kFast> : MXFP4ToFP8<Kind::kFP8E8M0> {};
+
+// ---- to FP8 with a scale per row: that of its largest block or group ----
+
+// Of groups with the scale 1 only those count that have numbers other than zero and NaN.
+FP4COMM_RARE uint32_t largest_scale_of_numbers(ConstRow row) {
+    uint32_t largest = 0;
+    for (uint32_t col = 4 * lane_of_warp(); col < kHidden; col += kGroupSize) {
+        const uint32_t byte = row.scales[col / kGroupSize];
+        const bool counts = byte != kE8M0One || numbers_in(load<uint32_t>(row.data + col)) != 0;
+        largest = max(largest, counts ? byte : 0u);
+    }
+    return largest;
+}
+
+// The exponent of that scale; all lanes of the warp together.
+__device__ inline uint32_t row_byte_of(ConstRow row) {
+    constexpr uint32_t kWidth = scale_width(kSrc) > 0 ? scale_width(kSrc) : 1;
+    constexpr uint32_t kNumScales = (kHidden + kWidth - 1) / kWidth;
+    uint32_t largest = 0;
+#pragma unroll 8
+    for (uint32_t i = lane_of_warp(); i < kNumScales; i += kWarp) {
+        largest = max(largest, row.scales[i] == kE8M0NaN ? 0u : uint32_t(row.scales[i]));
+    }
+    largest = max_over_lanes<kWarp>(largest);
+    if constexpr (kSrc == Kind::kMXFP4) return largest > 7 ? largest - 6 : 1;
+    // That is the scale of groups of zeros and of NaN, too.
+    if (largest == kE8M0One) largest = max_over_lanes<kWarp>(largest_scale_of_numbers(row));
+    return max(largest, 1u);
+}
+
+template <Kind kFrom>
+struct ToFP8Row : Access<kFrom, Kind::kFP8Row, 16> {
+    using Out = Piece<Kind::kFP8Row, 16>;
+
+    template <int kSteps, bool>
+    static __device__ void store_scales(Row row, uint32_t first, const Out* out) {
+        if (first == 0 && lane_of_warp() == 0) fp4comm::store<float>(row.scales, pow2(out[0].scale));
+    }
+};
+
+template <bool kFast>
+struct Converter<Kind::kMXFP4, Kind::kFP8Row, kFast> : ToFP8Row<Kind::kMXFP4> {
+    using In = Piece<Kind::kMXFP4, 16>;
+
+    static __device__ Out convert(const In& in, const Encoding& encoding, int64_t, uint32_t) {
+        const int shift = int(in.scale) - int(encoding.row_byte);
+        const bool is_normal = shift >= kMinNormalShift && shift <= kMaxE2M1Shift;
+        const uint2 table = is_normal ? e4m3_table(shift) : table_rare(in.scale, encoding.row_byte);
+        const uint32_t kept = in.scale == kE8M0NaN ? 0x77777777u : 0xffffffffu;  // NaN has no sign
+        const uint2 low = e2m1_look_up(in.data.word[0] & kept, table.x, table.y);
+        const uint2 high = e2m1_look_up(in.data.word[1] & kept, table.x, table.y);
+        return {{low.x, low.y, high.x, high.y}, encoding.row_byte};
+    }
+};
+
+template <bool kFast>
+struct Converter<Kind::kFP8E8M0, Kind::kFP8Row, kFast> : ToFP8Row<Kind::kFP8E8M0> {
+    using In = Piece<Kind::kFP8E8M0, 16>;
+
+    static __device__ Out convert(const In& in, const Encoding& encoding, int64_t, uint32_t) {
+        Out out = {in.data, encoding.row_byte};
+        const int shift = int(in.scale) - int(encoding.row_byte);
+        if (shift >= 0) return out;
+        const uint32_t powers = powers_of(shift < kMinE4M3Shift ? kMinE4M3Shift : shift);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            const uint32_t codes = in.data.word[w];
+            out.data.word[w] = nans_in(codes) ? scale_codes_with_nan(codes, powers) : scale_codes(codes, powers);
+        }
+        return out;
+    }
+};
+
+__device__ inline Encoding encoding_of_row(Encoding encoding, ConstRow row) {
+    if constexpr (kDst == Kind::kFP8Row) encoding.row_byte = row_byte_of(row);
+    return encoding;
+}
 
 }  // namespace fp4comm

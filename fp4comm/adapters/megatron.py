@@ -5,7 +5,8 @@
     spec = with_fp4comm(get_gpt_decoder_block_spec(config, use_transformer_engine=True), precision="fp4")
     model = GPTModel(config, spec, ...)
 
-Routers, experts, shared experts and everything around them stay Megatron's own.
+Routers, experts, shared experts and everything around them stay Megatron's own. With `recipe=` instead of `precision=`
+experts are fp4comm's, which compute on what arrives.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import importlib
-import re
 from typing import Any
 
 import torch
@@ -22,14 +21,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..communicator import EPCommunicator, Handle
-from ..errors import NotAvailable, require
+from ..errors import require
+from ..moe import Recipe
 from ..precision import Precision
 from ..received import Received
-from .pool import Options, Pool, checked_options
+from .megatron_experts import POOL, Choice, Experts, check_experts, host, stock_state_dict
+from .pool import checked_options
 
-__all__ = ["TokenDispatcher", "close", "communicators", "with_fp4comm"]
+__all__ = ["TokenDispatcher", "close", "communicators", "stock_state_dict", "with_fp4comm"]
 
-_OLDEST = (0, 16)
 # Settings with values that change what a dispatcher has to do, and what to do instead.
 _REFUSED = {
     "moe_token_dispatcher_type": ("flex", "'alltoall' here, or fp4comm.adapters.deep_ep, which serves 'flex'"),
@@ -42,41 +42,49 @@ _REFUSED = {
 _GRAPHS_WITHOUT_EXCHANGE = ("attn", "mamba", "mlp", "moe_router")
 
 
-def _host(module: str) -> Any:
-    """A module of Megatron-Core, of a version that is known to fit."""
-    needed = "fp4comm.adapters.megatron needs Megatron-Core 0.16 or newer (pip install 'megatron-core>=0.16')"
-    try:
-        version = importlib.import_module("megatron.core").__version__
-        found = importlib.import_module(module)
-    except ImportError as error:
-        raise NotAvailable(f"{needed}: {error}") from error
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < _OLDEST:
-        raise NotAvailable(f"{needed}; this is {version}")
-    return found
+_MoETokenDispatcher: Any = host("megatron.core.transformer.moe.token_dispatcher").MoETokenDispatcher
+_MoELayer: Any = host("megatron.core.transformer.moe.moe_layer").MoELayer
+_moe_utils: Any = host("megatron.core.transformer.moe.moe_utils")
+_spec_utils: Any = host("megatron.core.transformer.spec_utils")
 
 
-_MoETokenDispatcher: Any = _host("megatron.core.transformer.moe.token_dispatcher").MoETokenDispatcher
-_MoELayer: Any = _host("megatron.core.transformer.moe.moe_layer").MoELayer
-_moe_utils: Any = _host("megatron.core.transformer.moe.moe_utils")
-_spec_utils: Any = _host("megatron.core.transformer.spec_utils")
-
-
-def with_fp4comm(spec: Any, precision: Precision | str = "fp4", **options: Any) -> Any:
+def with_fp4comm(
+    spec: Any,
+    precision: Precision | str | None = None,
+    *,
+    recipe: Recipe | str | None = None,
+    gemms: str = "auto",
+    **options: Any,
+) -> Any:
     """A copy of a spec whose MoE layers use fp4comm's dispatcher; dense layers and all else stay as they are.
+
+    With a recipe, their routed experts are fp4comm's as well (`fp4comm.moe.GroupedExperts`): they read the FP8 rows
+    that arrive and keep the payload for backward. Routers and shared experts stay Megatron's.
 
     Args:
         spec: of a layer (`get_gpt_layer_local_spec`, `get_gpt_layer_with_transformer_engine_spec`), of an MoE layer
             alone (`get_moe_module_spec`), or anything that holds such specs, as `TransformerBlockSubmodules`
             (`get_gpt_decoder_block_spec`) do. If fp4comm is in it already, the last call counts.
-        precision: a `Precision` or the name of a recipe: "fp4" (default), "fp8", "mxfp4", "bf16", "fp32".
+        precision: of the wire, for experts of Megatron's: a `Precision` or the name of one: "fp4" (default), "fp8",
+            "mxfp4", "bf16", "fp32".
+        recipe: for experts of fp4comm's, instead of precision: a `fp4comm.moe.Recipe` or the name of one: "bf16",
+            "fp8_flow", "fp4", "fp4_all", "fp32".
+        gemms: how these experts multiply, "auto", "emulated" or "tensor_cores"; see docs/moe.md.
         options: further arguments of `EPCommunicator`: check_inputs, max_buffer_bytes, num_max_tokens_per_rank,
             num_sms, seed, timeout_secs, transport. Equal on all ranks, as is precision.
 
     Raises:
-        InvalidArgument: an unknown recipe or option, or a spec without MoE layers. Layers raise it when they are
-            built, if the configuration has something that the dispatcher can't do.
+        InvalidArgument: an unknown recipe or option, precision and recipe, or a spec without MoE layers. Layers raise
+            it when they are built, if the configuration has something that the dispatcher or the experts can't do.
     """
-    chosen = checked_options(precision, options)
+    if recipe is None:
+        require(gemms == "auto", "gemms", repr(gemms), "'auto' without a recipe: experts are Megatron's")
+        chosen = Choice(checked_options("fp4" if precision is None else precision, options))
+    else:
+        accepted = "None with a recipe, which has a precision of its own"
+        require(precision is None, "precision", repr(precision), accepted)
+        recipe = Recipe.of(recipe)
+        chosen = Choice(checked_options(recipe.legs, options), recipe, gemms)
     replaced = _replace(spec, chosen, {})
     require(replaced is not spec, "spec", f"a {type(spec).__name__} without MoE layers", "one that has an MoELayer")
     return replaced
@@ -88,7 +96,7 @@ def communicators() -> tuple[EPCommunicator, ...]:
     There is one for all layers of equal group, number of experts, width and options; it is made in the first forward
     pass. Their `traffic` counts the bytes sent, their `stage_hook` is for profiling.
     """
-    return _POOL.all()
+    return POOL.all()
 
 
 def close() -> None:
@@ -96,10 +104,7 @@ def close() -> None:
 
     A model that is used again afterwards makes a new one.
     """
-    _POOL.close()
-
-
-_POOL = Pool()
+    POOL.close()
 
 
 class TokenDispatcher(_MoETokenDispatcher):  # type: ignore[misc]  # the host's class is not known to mypy
@@ -156,7 +161,7 @@ class TokenDispatcher(_MoETokenDispatcher):  # type: ignore[misc]  # the host's 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """The exchange: rows in the order of the local experts, and the weight of each. Collective, as its backward."""
         num_experts, hidden = self.config.num_moe_experts, hidden_states.shape[-1]
-        self._comm = _POOL.get(self.ep_group, num_experts, hidden, self._options, self._alignment)
+        self._comm = POOL.get(self.ep_group, num_experts, hidden, self._options, self._alignment)
         self._recv, self._handle = self._comm.dispatch(hidden_states, self._topk_idx, probs)
         assert isinstance(self._recv.x, Tensor)
         return self._recv.x, self._recv.topk_weights
@@ -192,8 +197,25 @@ class TokenDispatcher(_MoETokenDispatcher):  # type: ignore[misc]  # the host's 
         return output
 
 
+class _PassingDispatcher(TokenDispatcher):
+    """For experts that exchange their rows themselves: they get this rank's tokens, choices and weights."""
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden_states, probs
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert self._topk_idx is not None
+        return hidden_states, self._topk_idx, probs
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+
 class _Layer:
-    """What `with_fp4comm` puts before Megatron's `MoELayer`, with the arguments of its constructor and the options."""
+    """What `with_fp4comm` puts before Megatron's `MoELayer`, with the arguments of its constructor and the choice."""
 
     def __init__(
         self,
@@ -202,12 +224,19 @@ class _Layer:
         layer_number: int | None = None,
         pg_collection: Any = None,
         *,
-        fp4comm_options: Options,
+        fp4comm_choice: Choice,
         **others: Any,
     ) -> None:
         # The TransformerLayer of 0.16 hands its groups to MoELayer itself only, not to what is derived from it.
         groups = _moe_utils.get_default_pg_collection() if pg_collection is None else pg_collection
-        dispatcher = TokenDispatcher(config, groups, **dict(fp4comm_options))
+        options = dict(fp4comm_choice.options)
+        if fp4comm_choice.recipe is None:
+            dispatcher = TokenDispatcher(config, groups, **options)
+        else:
+            dispatcher = _PassingDispatcher(config, groups, **options)
+            check_experts(config)
+            experts = _spec_utils.ModuleSpec(module=Experts, params={"choice": fp4comm_choice})
+            submodules = dataclasses.replace(submodules, experts=experts)
         # A dispatcher of Megatron's is made as well. This one costs nothing; others make CUDA streams or buffers.
         kind, config.moe_token_dispatcher_type = config.moe_token_dispatcher_type, "allgather"
         try:
@@ -225,38 +254,38 @@ def _layer_class(stock: type) -> type:
     return type(f"Fp4Comm{stock.__name__}", (_Layer, stock), {"__module__": __name__})
 
 
-def _replace(spec: Any, options: Options, known: dict[int, Any]) -> Any:
+def _replace(spec: Any, choice: Choice, known: dict[int, Any]) -> Any:
     """The spec with fp4comm in its MoE layers; the same object if it has none. What is shared in it stays shared."""
     if id(spec) not in known:
-        known[id(spec)] = _replaced(spec, options, known)
+        known[id(spec)] = _replaced(spec, choice, known)
     return known[id(spec)]
 
 
-def _replaced(spec: Any, options: Options, known: dict[int, Any]) -> Any:
+def _replaced(spec: Any, choice: Choice, known: dict[int, Any]) -> Any:
     if isinstance(spec, list):
-        parts = [_replace(part, options, known) for part in spec]
+        parts = [_replace(part, choice, known) for part in spec]
         return spec if all(new is old for new, old in zip(parts, spec, strict=True)) else parts
     if isinstance(spec, dict):
-        return {**spec, **changed} if (changed := _changes(spec, options, known)) else spec
+        return {**spec, **changed} if (changed := _changes(spec, choice, known)) else spec
     if isinstance(spec, functools.partial):  # how the specs of 0.19 say it
         if _is_moe_layer(spec.func):
-            keywords = {**spec.keywords, "fp4comm_options": options}
+            keywords = {**spec.keywords, "fp4comm_choice": choice}
             return functools.partial(_layer_class(spec.func), *spec.args, **keywords)
-        keywords = _replace(spec.keywords, options, known)
+        keywords = _replace(spec.keywords, choice, known)
         return spec if keywords is spec.keywords else functools.partial(spec.func, *spec.args, **keywords)
     if isinstance(spec, type) or not dataclasses.is_dataclass(spec):
         return spec
     if isinstance(spec, _spec_utils.ModuleSpec) and _is_moe_layer(module := _spec_utils.get_module(spec)):
-        changed = {"module": _layer_class(module), "params": {**spec.params, "fp4comm_options": options}}
+        changed = {"module": _layer_class(module), "params": {**spec.params, "fp4comm_choice": choice}}
     else:
         values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
-        changed = _changes(values, options, known)
+        changed = _changes(values, choice, known)
     return _copy_with(spec, changed) if changed else spec
 
 
-def _changes(values: dict[str, Any], options: Options, known: dict[int, Any]) -> dict[str, Any]:
+def _changes(values: dict[str, Any], choice: Choice, known: dict[int, Any]) -> dict[str, Any]:
     """Those of the values in which there are MoE layers, replaced."""
-    replaced = {name: _replace(value, options, known) for name, value in values.items()}
+    replaced = {name: _replace(value, choice, known) for name, value in values.items()}
     return {name: value for name, value in replaced.items() if value is not values[name]}
 
 

@@ -16,8 +16,10 @@ from torch import Tensor
 from .. import _cpu
 from .._cpu import Options, RowLayout, isa, row_layout, set_isa, supported_isas
 from ..errors import InvalidArgument, TransportError
-from ..formats import BLOCK_SIZE, GROUP_SIZE, ROW_TILE, Kind, scale_mode
+from ..formats import BLOCK_SIZE, GROUP_SIZE, ROW_TILE, GemmKind, Kind, scale_mode
 from ..memory import empty
+from . import gemm_rows
+from .gemm_rows import expert_scales, quantize_gemm_rows
 from .rows import Rows
 
 __all__ = [
@@ -28,12 +30,15 @@ __all__ = [
     "dot_rows",
     "expand_rows",
     "expert_layout",
+    "expert_scales",
     "fp8_columns",
     "fp8_rows_and_columns",
+    "gemm_columns",
     "isa",
     "mxfp4_columns",
     "options",
     "pack_tokens",
+    "quantize_gemm_rows",
     "read_routing",
     "route",
     "row_layout",
@@ -257,11 +262,50 @@ def expand_rows(
         weights: float32 `[len(out)]`, a factor for each row; only with source_rows.
         options: of decoding and encoding.
     """
-    if weights is None:
+    if out.kind == GemmKind.FP8_ROW:
+        assert weights is None
+        _expand_to_gemm_rows(src, out, source_rows, options)
+    elif weights is None:
         convert_rows(src, out, src_row=source_rows, options=options)
     else:
         assert source_rows is not None
         sum_rows(src, out, source_rows.unsqueeze(1), weights.unsqueeze(1), options=options)
+
+
+def _expand_to_gemm_rows(src: Rows, out: Rows, source_rows: Tensor | None, options: Options) -> None:
+    if not gemm_rows.has_row_scales(src, options):
+        floats = gemm_rows.floats_between(src, len(out))
+        convert_rows(src, Rows.of(floats), src_row=source_rows, options=options)
+        return gemm_rows.store_rows(out, *quantize_gemm_rows(floats))
+    assert isinstance(src.kind, Kind) and src.scales is not None  # noqa: PT018 (both for mypy)
+    floats = torch.empty((len(out), src.hidden), device="cpu")
+    convert_rows(src, Rows.of(floats), src_row=source_rows)
+    scales = gemm_rows.scales_of_rows(src.kind, src.data, src.scales)
+    if source_rows is not None:
+        scales = torch.where(source_rows < 0, gemm_rows.LEAST_SCALE, scales[source_rows])
+    gemm_rows.store_rows(out, gemm_rows.move_rows(floats, scales), scales)
+    return None
+
+
+def gemm_columns(
+    src: Rows, src_row: Tensor | None, row_scales: Tensor, group_sizes: Sequence[int] | None = None
+) -> Tensor:
+    """Rows brought to scales that are given, each group of them transposed: the codes, in flat memory.
+
+    Args:
+        src: FP8 rows with one scale each, or MXFP4 rows.
+        src_row: int64 `[num_rows]`, the row of src behind each; -1 = zeros, None = the same rows.
+        row_scales: float32 `[num_rows]`, powers of two: at least the row's own, or 2**-6 times its largest block's.
+        group_sizes: rows of each group; None = one group.
+    """
+    floats = torch.empty((len(row_scales), src.hidden), device="cpu")
+    if src.kind == GemmKind.FP8_ROW:
+        assert src_row is None and src.scales is not None  # noqa: PT018 (both for mypy)
+        torch.mul(src.data.view(torch.float8_e4m3fn).float(), src.scales, out=floats)
+    else:
+        convert_rows(src, Rows.of(floats), src_row)
+    sizes = [len(row_scales)] if group_sizes is None else group_sizes
+    return gemm_rows.turn_groups(gemm_rows.move_rows(floats, row_scales), sizes)
 
 
 def route(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidArgument, NotAvailable
-from ..formats import BLOCK_SIZE, GROUP_SIZE, ROW_TILE, Kind
+from ..formats import BLOCK_SIZE, GROUP_SIZE, ROW_TILE, GemmKind, Kind
 from . import cuda_compile
 from .cpu import Options
 from .rows import Rows
@@ -28,6 +28,8 @@ _REQUANTIZED_COLUMNS = 512
 # Spans, and blocks per multiprocessor that registers are limited for.
 _MXFP4_SPANS, _MXFP4_MIN_BLOCKS = 1, 5
 _FP8_SPANS, _FP8_MIN_BLOCKS = 2, 4
+
+_FLOAT_SCALES = (Kind.FP8, GemmKind.FP8_ROW)
 
 _DEFAULT = Options()
 
@@ -53,10 +55,11 @@ def fp8_columns(src: Rows, src_row: Tensor | None, group_sizes: Sequence[int]) -
             "SPANS": _FP8_SPANS,
             "SRC_KIND": int(src.kind),
             "MIN_BLOCKS": _FP8_MIN_BLOCKS,
+            "GIVEN": 0,
         },
         source.num_tiles * -(-src.hidden // (_FP8_SPANS * _FP8_COLUMNS)),
         _FP8_SPANS * _THREADS,
-        (*source.arguments(), codes.data_ptr(), scales.data_ptr(), 0 if bad is None else bad.data_ptr()),
+        (*source.arguments(), codes.data_ptr(), scales.data_ptr(), 0 if bad is None else bad.data_ptr(), 0),
     )
     if bad is not None and (num_bad := int(bad.item())):
         raise InvalidArgument(
@@ -112,6 +115,7 @@ def _fp8_from_mxfp4(
         "WITH_ROWS": int(with_rows),
         "SCALES_ALIGNED": int(_is_aligned(source.rows.scales, 8)),
         "MIN_BLOCKS": _MXFP4_MIN_BLOCKS,
+        "GIVEN": 0,
     }
     cuda_compile.launch(
         "columns_mxfp4.cu",
@@ -124,11 +128,36 @@ def _fp8_from_mxfp4(
             codes.data_ptr(),
             scales.data_ptr(),
             *((0, 0) if rows is None else (rows[0].data_ptr(), rows[1].data_ptr())),
+            0,
         ),
     )
     if rows is not None:
         rows = rows[0].view(torch.float8_e4m3fn), rows[1]
     return codes.view(torch.float8_e4m3fn), scales, rows
+
+
+def gemm_columns(
+    src: Rows, src_row: Tensor | None, row_scales: Tensor, group_sizes: Sequence[int] | None = None
+) -> Tensor:
+    """As `cpu.gemm_columns`."""
+    sizes = (len(row_scales),) if group_sizes is None else group_sizes
+    source = _Source.of(src, src_row, sizes, ROW_TILE)
+    codes = torch.empty(src.hidden * source.num_rows, dtype=torch.float8_e4m3fn, device=src.device)
+    constants = {"HIDDEN": src.hidden, "GIVEN": 1}
+    given = row_scales.data_ptr()
+    if src.kind == Kind.MXFP4:
+        is_aligned = int(_is_aligned(source.rows.scales, 8))
+        constants |= {"SPANS": _MXFP4_SPANS, "WITH_ROWS": 0, "SCALES_ALIGNED": is_aligned}
+        constants |= {"MIN_BLOCKS": _MXFP4_MIN_BLOCKS}
+        file, name, spans, columns = "columns_mxfp4.cu", "mxfp4_to_fp8_columns", _MXFP4_SPANS, _MXFP4_COLUMNS
+        pointers: tuple[int, ...] = (codes.data_ptr(), 0, 0, 0, given)
+    else:
+        constants |= {"SPANS": _FP8_SPANS, "SRC_KIND": int(src.kind), "MIN_BLOCKS": _FP8_MIN_BLOCKS}
+        file, name, spans, columns = "columns_fp8.cu", "fp8_to_fp8_columns", _FP8_SPANS, _FP8_COLUMNS
+        pointers = (codes.data_ptr(), 0, 0, given)
+    grid = source.num_tiles * -(-src.hidden // (spans * columns))
+    cuda_compile.launch(file, name, constants, grid, spans * _THREADS, (*source.arguments(), *pointers))
+    return codes
 
 
 @dataclass(frozen=True)
@@ -159,7 +188,7 @@ class _Source:
             if len(sizes) <= 1
             else _table(tuple(sizes.tolist()), rows_per_tile, src.data.device, _stream(src.data.device))
         )
-        scales = None if src.scales is None else _aligned(src.scales, 4 if src.kind == Kind.FP8 else 1)
+        scales = None if src.scales is None else _aligned(src.scales, 4 if src.kind in _FLOAT_SCALES else 1)
         rows = Rows(src.kind, _aligned(src.data, 16), scales)
         return cls(rows, src_row, groups, len(sizes), num_rows, int(tiles.sum()))
 

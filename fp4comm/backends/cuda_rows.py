@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..formats import GROUP_SIZE, Kind, ScaleMode
-from . import cuda_compile
+from ..formats import GROUP_SIZE, GemmKind, Kind, ScaleMode
+from . import cuda_compile, gemm_rows
 from .cpu import Options, RowLayout, options
+from .cuda_gemm_rows import quantize_gemm_rows
 from .rows import BITS, PeerRows, Rows
 
 __all__ = ["Meta", "Options", "convert_rows", "dot_rows", "expand_rows", "options", "pack_tokens", "sum_rows"]
@@ -24,7 +25,7 @@ _THREADS = 256
 _WARPS = _THREADS // 32
 _LOOP_THREADS = 512  # more leave too few registers
 _ALIGNMENT = 16  # of rows of data: one load of a lane
-_SCALE_ALIGNMENT = {Kind.FP8: 4, Kind.FP8_E8M0: 1, Kind.MXFP4: 1}
+_SCALE_ALIGNMENT: dict[Kind | GemmKind, int] = {Kind.FP8: 4, Kind.FP8_E8M0: 1, Kind.MXFP4: 1, GemmKind.FP8_ROW: 4}
 
 _UNROLL = 8  # steps of a warp whose loads are under way together
 _SUM_BYTES = 64  # likewise of a lane in a sum
@@ -140,6 +141,10 @@ def expand_rows(
 ) -> None:
     """See `cpu.expand_rows`. One launch; with slot_rows each row of `src` is read and converted once."""
     assert source_rows is not None or weights is None
+    if out.kind == GemmKind.FP8_ROW and not (slot_rows is not None and gemm_rows.has_row_scales(src, options)):
+        floats = gemm_rows.floats_between(src, len(out))
+        expand_rows(src, Rows.of(floats), source_rows, slot_rows, weights, options)
+        return gemm_rows.store_rows(out, *quantize_gemm_rows(floats))
     if source_rows is None or slot_rows is None:
         if weights is None or source_rows is None:
             return convert_rows(src, out, source_rows, None, options, len(out))
@@ -268,8 +273,8 @@ def _constants(src: Rows, dst: Rows, options: Options, num_rows: int, through_fl
 
 @functools.cache
 def _macros(
-    src: Kind,
-    dst: Kind,
+    src: Kind | GemmKind,
+    dst: Kind | GemmKind,
     hidden: int,
     scale_mode: int,
     stochastic: bool,

@@ -9,10 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import Kind
+from ..formats import GemmKind, Kind
 
 # of a number, without its share of a scale
-BITS = {Kind.F32: 32, Kind.BF16: 16, Kind.F16: 16, Kind.FP8: 8, Kind.FP8_E8M0: 8, Kind.MXFP4: 4}
+BITS: dict[Kind | GemmKind, int] = {
+    Kind.F32: 32,
+    Kind.BF16: 16,
+    Kind.F16: 16,
+    Kind.FP8: 8,
+    Kind.FP8_E8M0: 8,
+    Kind.MXFP4: 4,
+    GemmKind.FP8_ROW: 8,
+}
 _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16, torch.float16: Kind.F16}
 
 Address = tuple[int, int, int, int]
@@ -56,7 +64,7 @@ class Rows:
     num_sms: int | None = None
     """Multiprocessors of a GPU that may be taken to read or write them; None = all."""
 
-    def __init__(self, kind: Kind, data: Tensor, scales: Tensor | None = None) -> None:
+    def __init__(self, kind: Kind | GemmKind, data: Tensor, scales: Tensor | None = None) -> None:
         self.kind = kind
         self.data = data
         self.scales = scales
@@ -75,6 +83,11 @@ class Rows:
         """Address and row stride in bytes of data and of scales; 0 for scales that are not there."""
         scales = (0, 0) if self.scales is None else _address_and_stride(self.scales)
         return *_address_and_stride(self.data), *scales
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.data.device
 
     def __len__(self) -> int:
         return self.data.shape[0]

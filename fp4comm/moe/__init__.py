@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from ..fp8_rows import FP8Rows, quantize_fp8_rows
 from .experts import GroupedExperts
 from .layer import MoELayer
 from .memory import ActivationBytes, activation_bytes, activation_bytes_per_token
@@ -13,6 +14,7 @@ from .router import Router, Routes
 
 __all__ = [
     "ActivationBytes",
+    "FP8Rows",
     "GroupedExperts",
     "MoELayer",
     "Recipe",
@@ -20,4 +22,5 @@ __all__ = [
     "Routes",
     "activation_bytes",
     "activation_bytes_per_token",
+    "quantize_fp8_rows",
 ]

@@ -18,16 +18,17 @@ from torch.autograd.function import once_differentiable
 
 from ..autograd import dispatch_gradients
 from ..backends import Rows
-from ..codec import FP8Tensor, MXFP4Tensor, quantize_fp8
+from ..codec import FP8Tensor, MXFP4Tensor
 from ..communicator import EPCommunicator
 from ..errors import require
+from ..fp8_rows import FP8Rows
 from ..memory import empty
 from ..received import Received
 from ..routing import Routing
 from . import swiglu
 from .gemm import C, Gemms, Groups, R, W, gemms_for
 from .recipe import Recipe
-from .weights import Cached
+from .weights import Cached, version
 
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -83,7 +84,7 @@ class GroupedExperts(nn.Module):
         if device not in self._gemms_by_device:
             widths = (self.hidden, self.ffn_hidden)
             sizes = (device, widths, self._alignment, self._has_capacity)
-            self._gemms_by_device[device] = gemms_for(self.recipe.experts, self._gemms_name, *sizes)
+            self._gemms_by_device[device] = gemms_for(self.recipe, self._gemms_name, *sizes)
         return self._gemms_by_device[device]
 
     @torch.no_grad()
@@ -180,7 +181,7 @@ class _RoutedExperts(torch.autograd.Function):
         keeps: bool,
     ) -> Tensor:
         gemms, recipe, dtype = experts.gemms, experts.recipe, x.dtype
-        out = "fp8" if gemms.is_fp8 else dtype
+        out = gemms.arrives_as or dtype
         received, handle = comm.dispatch(x.detach(), topk_idx, topk_weights.detach(), out=out)
         kept_rows = _tensors_to_keep(received, recipe) if keeps else []  # at once: others may write there later
         groups, row_weights = Groups.of(handle.routing), received.topk_weights
@@ -191,7 +192,7 @@ class _RoutedExperts(torch.autograd.Function):
             kept_act = _tensors_of(act) if recipe.keeps_act else []
             ctx.save_for_backward(hidden_rows, row_weights, *kept_rows, *kept_act)
             ctx.num_kept_rows, ctx.routing, ctx.experts, ctx.comm = len(kept_rows), handle.routing, experts, comm
-            ctx.versions = gate_up._version, down._version
+            ctx.versions = version(gate_up), version(down)
         return comm.combine(y, handle, apply_weights=False)
 
     @staticmethod
@@ -203,7 +204,7 @@ class _RoutedExperts(torch.autograd.Function):
         gemms, dtype, groups = experts.gemms, hidden_rows.dtype, Groups.of(routing)
         needs_x, needs_weights, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
 
-        grad_y = _receive_gradients(comm, grad_out, routing, gemms.is_fp8)
+        grad_y = _receive_gradients(comm, grad_out, routing, gemms)
         grad_act = gemms.multiply(grad_y, experts.operand("down", dtype, is_transposed=True), groups, dtype)
         act = _rows_from(kept[ctx.num_kept_rows :])
         grad_hidden, grad_row_weights, made = swiglu.backward_rows(
@@ -230,8 +231,8 @@ class _RoutedExperts(torch.autograd.Function):
         return grad_x if needs_x else None, grad_topk_weights, grad_gate_up, grad_down, None, None, None, None
 
 
-def _check_unchanged(experts: GroupedExperts, versions: tuple[int, int]) -> None:
-    now = experts.gate_up._version, experts.down._version
+def _check_unchanged(experts: GroupedExperts, versions: tuple[tuple[int, int], ...]) -> None:
+    now = version(experts.gate_up), version(experts.down)
     if now != versions:
         raise RuntimeError("weights of experts were changed in place between forward and backward")
 
@@ -242,10 +243,11 @@ def _tensors_to_keep(received: Received, recipe: Recipe) -> list[Tensor]:
         return _tensors_of(received.x)
     payload, source_rows = received.payload, received.source_rows
     assert source_rows is not None, "layout 'expert' has them"
-    return [payload.packed, payload.scales, source_rows]
+    row_scales = [received.x.scales] if isinstance(received.x, FP8Rows) else []
+    return [payload.packed, payload.scales, source_rows, *row_scales]
 
 
-def _tensors_of(rows: Tensor | FP8Tensor) -> list[Tensor]:
+def _tensors_of(rows: Tensor | FP8Tensor | FP8Rows) -> list[Tensor]:
     return [rows] if isinstance(rows, Tensor) else [rows.data, rows.scales]
 
 
@@ -253,30 +255,30 @@ def _rows_from(kept: Sequence[Tensor]) -> Any:
     """The reverse of `_tensors_of`; None if nothing was kept."""
     if not kept:
         return None
-    return kept[0] if len(kept) == 1 else FP8Tensor(*kept)
+    if len(kept) == 1:
+        return kept[0]
+    return FP8Rows(*kept) if kept[1].ndim == 1 else FP8Tensor(*kept)
 
 
 def _kept_columns(kept: Sequence[Tensor], experts: GroupedExperts, groups: Groups, dtype: torch.dtype) -> Any:
     """What weight gradients read of the received tokens."""
     if experts.recipe.keeps == "rows":
         return experts.gemms.columns(_rows_from(kept), groups)
-    packed, scales, source_rows = kept
-    return experts.gemms.payload_columns(MXFP4Tensor(packed, scales), source_rows, groups, dtype)
+    packed, scales, source_rows, *row_scales = kept
+    payload = MXFP4Tensor(packed, scales)
+    return experts.gemms.payload_columns(payload, source_rows, row_scales[0] if row_scales else None, groups, dtype)
 
 
-def _receive_gradients(comm: EPCommunicator, grad_out: Tensor, routing: Routing, is_fp8: bool) -> Tensor | FP8Tensor:
+def _receive_gradients(comm: EPCommunicator, grad_out: Tensor, routing: Routing, gemms: Any) -> Any:
     """Sends the gradients of the layer's results to the experts; the rows that GEMMs read there."""
     exchange, leg = comm._exchange, "grad_dispatch"
-    is_rotated = exchange.precision.leg(leg).hadamard
     send = exchange.pack_again(leg, Rows.of(grad_out), routing)
     arrived = exchange.to_experts(leg, send, routing.sizes)
-    rows: Tensor | FP8Tensor
-    if is_fp8 and not is_rotated:
-        rows = FP8Tensor.empty(routing.num_rows, comm.hidden, grad_out.device)
-        exchange.unpack(leg, arrived, rows._rows, routing)
-    else:
-        rows = empty((routing.num_rows, comm.hidden), grad_out.dtype, grad_out.device)
-        exchange.unpack(leg, arrived, Rows.of(rows), routing)
-        rows = quantize_fp8(rows) if is_fp8 else rows  # rotated numbers are no FP8
+    dtype, num_rows = grad_out.dtype, routing.num_rows
+    # What is turned back after a rotation has no block scales that FP8 could take over.
+    is_rotated = gemms.is_fp8 and exchange.precision.leg(leg).hadamard
+    rows = empty((num_rows, comm.hidden), dtype, grad_out.device) if is_rotated else None
+    rows = gemms.empty_rows(num_rows, comm.hidden, grad_out.device, dtype) if rows is None else rows
+    exchange.unpack(leg, arrived, Rows.of(rows) if isinstance(rows, Tensor) else rows._rows, routing)
     exchange.settle(arrived)
-    return rows
+    return gemms.rows(rows, dtype) if is_rotated else rows

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +15,27 @@ from ..communicator import EPCommunicator
 from ..errors import require
 from .experts import GroupedExperts
 from .recipe import Recipe
-from .router import Router
+from .router import Router, Routes
+from .shared import SharedExperts, can_start
 
+Result = TypeVar("Result")
 _ALIGNMENT = 16  # rows: what FP8 GEMMs on Hopper take
 _FIXED_ALIGNMENT = 128  # where the host doesn't know the groups: tiles of columns must not span two experts
+
+
+def _outside_graphs(function: Callable[..., Result]) -> Callable[..., Result]:
+    """`function` as a break in the graphs of `torch.compile`, which would look into every message otherwise."""
+    disabled: list[Callable[..., Result]] = []
+
+    @wraps(function)
+    def call(*args: Any) -> Result:
+        if "torch._dynamo" not in sys.modules:  # to disable imports it, which takes 1.2 s; now nothing is compiled
+            return function(*args)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args)
+
+    return call
 
 
 class MoELayer(nn.Module):
@@ -35,10 +56,13 @@ class MoELayer(nn.Module):
         router: options of `Router`, e.g. `{"score": "sigmoid", "has_bias": True, "num_groups": 8}`.
         num_shared_experts: SwiGLU experts of the same width that every token goes to, replicated, in the dtype of the
             tokens.
+        overlap_shared: whether a GPU computes shared experts on a stream of their own, beside dispatch and combine; the
+            numbers are the same. On the CPU, and where `layer.shared` has hooks or has been replaced, they are called
+            after the routed experts in any case.
         expert_alignment: each expert's rows are padded to a multiple of it; None = 16, or 128 with
             num_max_tokens_per_rank.
         num_max_tokens_per_rank: see `EPCommunicator`.
-        gemms: "auto", "emulated" or "scaled_mm", see `fp4comm.moe.gemm`.
+        gemms: "auto", "emulated" or "tensor_cores", see `fp4comm.moe.gemm`.
         dtype: of the weights of experts: bfloat16 or float32.
         device: of the weights; None = that of the communicator, or torch's default for a single process.
         communicator_options: further arguments of `EPCommunicator`.
@@ -66,6 +90,7 @@ class MoELayer(nn.Module):
         recipe: Recipe | str = "fp4",
         router: dict[str, Any] | None = None,
         num_shared_experts: int = 0,
+        overlap_shared: bool = True,
         expert_alignment: int | None = None,
         num_max_tokens_per_rank: int | None = None,
         gemms: str = "auto",
@@ -74,7 +99,7 @@ class MoELayer(nn.Module):
         **communicator_options: Any,
     ) -> None:
         super().__init__()
-        self.recipe = Recipe.of(recipe)
+        self.recipe, self.overlap_shared = Recipe.of(recipe), overlap_shared
         self._owns_comm = not isinstance(group, EPCommunicator)
         if isinstance(group, EPCommunicator):
             self.comm = group
@@ -101,31 +126,45 @@ class MoELayer(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         routes = self.router(tokens)
         self.num_tokens_per_expert, self.balance = routes.num_tokens_per_expert, routes.balance
-        out: Tensor = self.experts(tokens, routes.topk_idx, routes.topk_weights, self.comm)
+        if self.overlap_shared and tokens.is_cuda and can_start(self.shared):
+            return self._both_at_once(tokens, routes).view(x.shape)
+        out = self._routed(tokens, routes)
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view(x.shape)
+
+    @_outside_graphs
+    def _routed(self, tokens: Tensor, routes: Routes) -> Tensor:
+        out: Tensor = self.experts(tokens, routes.topk_idx, routes.topk_weights, self.comm)
+        return out
+
+    @_outside_graphs
+    def _both_at_once(self, tokens: Tensor, routes: Routes) -> Tensor:
+        """Routed and shared experts. The latter are enqueued first: dispatch may wait for the device."""
+        assert isinstance(self.shared, SharedExperts)
+        started = self.shared.start(tokens)
+        try:
+            out: Tensor = self.experts(tokens, routes.topk_idx, routes.topk_weights, self.comm)
+        finally:
+            started.join()  # also after an error: the tokens' memory must not be used again before
+        return out + started.result()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
+        """A layer with parameters of its own that shares the communicator, which stays with this one to close."""
+        memo[id(self.comm)] = self.comm
+        of_last_forward = ("num_tokens_per_expert", "balance")
+        detached = {name: self.__dict__[name].detach().clone() for name in of_last_forward if name in self.__dict__}
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        rest = {name: value for name, value in self.__dict__.items() if name not in detached}
+        copied.__dict__.update(deepcopy(rest, memo), _owns_comm=False, **detached)
+        copied.experts.forget_operands()
+        return copied
 
     def close(self) -> None:
         """Closes the communicator if this layer has made it. Collective; the layer can't be used afterwards."""
         if self._owns_comm:
             self.comm.close()
-
-
-class SharedExperts(nn.Module):
-    """A SwiGLU network that every token goes through."""
-
-    def __init__(
-        self, hidden: int, ffn_hidden: int, *, dtype: torch.dtype, device: torch.device | str | None = None
-    ) -> None:
-        super().__init__()
-        self.gate_up = nn.Linear(hidden, 2 * ffn_hidden, bias=False, dtype=dtype, device=device)
-        self.down = nn.Linear(ffn_hidden, hidden, bias=False, dtype=dtype, device=device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """`[num_tokens, hidden]` -> the same shape and dtype."""
-        gate, up = nn.functional.linear(x, self.gate_up.weight.to(x.dtype)).chunk(2, dim=-1)
-        return nn.functional.linear(nn.functional.silu(gate) * up, self.down.weight.to(x.dtype))
 
 
 def _check_shared(comm: EPCommunicator, recipe: Recipe, hidden: int, num_experts: int, options: dict[str, Any]) -> None:

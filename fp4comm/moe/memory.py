@@ -14,6 +14,7 @@ from .recipe import Recipe
 
 _WEIGHT_BYTES = 4  # float32 routing weight of a row
 _ROW_INDEX_BYTES = 8  # int64, where to find a row in the payload
+_SCALE_BYTES = 4  # float32
 
 
 @dataclass(frozen=True)
@@ -58,16 +59,16 @@ def activation_bytes(
         dtype: of the tokens, bfloat16 or float32.
     """
     recipe = Recipe.of(recipe)
-    is_fp8 = recipe.experts == "fp8"
+    has_row_scales = recipe.experts == "fp8" and recipe.scaling == "row"
     if recipe.keeps == "payload":  # a view of the rows of the wire, whose routing is kept with it
         wire_row = backend_for(None).row_layout(Kind.MXFP4, hidden, num_topk).row_bytes
-        x = num_recv_tokens * wire_row + num_rows * _ROW_INDEX_BYTES
+        x = num_recv_tokens * wire_row + num_rows * (_ROW_INDEX_BYTES + _SCALE_BYTES * has_row_scales)
     else:
-        x = num_rows * _row_bytes(hidden, is_fp8, dtype)
+        x = num_rows * _row_bytes(hidden, recipe, dtype)
     return ActivationBytes(
         x=x,
         gate_up=num_rows * 2 * ffn_hidden * dtype.itemsize,
-        act=num_rows * _row_bytes(ffn_hidden, is_fp8, dtype) * recipe.keeps_act,
+        act=num_rows * _row_bytes(ffn_hidden, recipe, dtype) * recipe.keeps_act,
         weights=num_rows * _WEIGHT_BYTES,
     )
 
@@ -110,7 +111,7 @@ def activation_bytes_per_token(
     )
 
 
-def _row_bytes(width: int, is_fp8: bool, dtype: torch.dtype) -> int:
-    if not is_fp8:
+def _row_bytes(width: int, recipe: Recipe, dtype: torch.dtype) -> int:
+    if recipe.experts == "float":
         return width * dtype.itemsize
-    return width + 4 * -(-width // GROUP_SIZE)  # a float32 scale per 128
+    return width + _SCALE_BYTES * (1 if recipe.scaling == "row" else -(-width // GROUP_SIZE))

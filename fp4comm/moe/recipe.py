@@ -10,6 +10,7 @@ from ..precision import Precision
 
 EXPERTS = ("float", "fp8")
 KEEPS = ("rows", "payload")
+SCALING = ("row", "block")
 
 
 @dataclass(frozen=True)
@@ -18,13 +19,16 @@ class Recipe:
 
     Args:
         precision: wire formats of the four legs, or the name of a `Precision`.
-        experts: "fp8": GEMMs read E4M3 rows with a scale per 1x128, E4M3 weights with a scale per 128x128, and for
-            weight gradients E4M3 columns with a scale per 128x1. "float": they read the dtype of the tokens.
+        experts: "fp8": GEMMs read E4M3 numbers. "float": they read the dtype of the tokens.
         keeps: what is kept of the received tokens for the weight gradient. "rows": a row per token and local expert, as
             the forward GEMM read it. "payload": a row per received token in the MXFP4 of the wire, from which backward
             makes the same numbers; the dispatch leg must be mxfp4.
         keeps_act: whether the operand of the down projection is kept, too. If not, backward computes it again from the
             gate and up projections, to the same bits; no GEMM is repeated.
+        scaling: of FP8 experts, by powers of two. "row": tokens and weights have a scale per row, and where sums run
+            over rows, all rows of an expert are brought to the largest of their scales; grouped GEMMs on Hopper read
+            this. "block": a scale per 1x128 of tokens, 128x128 of weights and 128x1 where sums run over rows, as in
+            DeepSeek-V3.
 
     Raises:
         InvalidArgument: on construction, for an unknown value or values that don't go together.
@@ -34,11 +38,13 @@ class Recipe:
     experts: str = "fp8"
     keeps: str = "payload"
     keeps_act: bool = False
+    scaling: str = "row"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", Precision.of(self.precision))
         require(self.experts in EXPERTS, "experts", repr(self.experts), " or ".join(map(repr, EXPERTS)))
         require(self.keeps in KEEPS, "keeps", repr(self.keeps), " or ".join(map(repr, KEEPS)))
+        require(self.scaling in SCALING, "scaling", repr(self.scaling), " or ".join(map(repr, SCALING)))
         dispatch = self.legs.leg("dispatch")
         is_mxfp4 = dispatch.kind == Kind.MXFP4
         require(self.keeps == "rows" or is_mxfp4, "keeps", "'payload'", "'rows' unless the dispatch leg is mxfp4")

@@ -155,12 +155,14 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return x.float() @ weight.float().t()
+        with torch.autocast(x.device.type, enabled=False):
+            return x.float() @ weight.float().t()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        grad_x = (grad @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = (grad.t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        with torch.autocast(x.device.type, enabled=False):
+            grad_x = (grad @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
+            grad_weight = (grad.t() @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight

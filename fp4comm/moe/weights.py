@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..errors import require
 from ..formats import GROUP_SIZE
@@ -78,8 +79,25 @@ def _quantize_matrix(weight: Tensor, data: Tensor, scales: Tensor) -> None:
     data.copy_((blocks / divisor[:, None, :, None]).view_as(padded)[:n, :k])
 
 
+_num_fused_steps = 0
+
+
+def _count_fused_step(optimizer: Optimizer, *_: object) -> None:
+    global _num_fused_steps
+    _num_fused_steps += any(group.get("fused") for group in optimizer.param_groups)
+
+
+# These write to their parameters without a new version of the tensors (torch 2.13).
+register_optimizer_step_post_hook(_count_fused_step)
+
+
+def version(tensor: Tensor) -> tuple[int, int]:
+    """Another one after the tensor was written to, and after a step of any fused optimizer of torch's."""
+    return tensor._version, _num_fused_steps
+
+
 class Cached(Generic[Operand]):
-    """What `make` makes of a tensor, made again when the tensor has been written to or is another one.
+    """What `make` makes of a tensor, made again when the tensor may have been written to or is another one.
 
     Writing through `tensor.data` goes unnoticed by torch, and so here: call `forget` after that.
     """
@@ -91,7 +109,7 @@ class Cached(Generic[Operand]):
 
     def of(self, tensor: Tensor) -> Operand:
         """For the tensor as it is now; not differentiable."""
-        key = (tensor.data_ptr(), tensor._version, tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        key = (tensor.data_ptr(), *version(tensor), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
         if self._made is None or key != self._key:
             self._made = None  # its memory may serve for the new one
             with torch.no_grad():

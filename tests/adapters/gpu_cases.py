@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -98,7 +100,13 @@ def compiled_operators(group: Any) -> None:
                     assert torch.equal(got, wanted)
 
 
-CASES = [compressed_all_to_alls, compiled_operators]
+def megatron_models(group: Any) -> None:
+    """Whole models of Megatron-Core learn alike with its dispatcher, fp4comm's, and fp4comm's experts."""
+    importlib.import_module("adapters.megatron_gpu").compare(group)
+
+
+HAVE_MEGATRON = importlib.util.find_spec("megatron") is not None
+CASES = [compressed_all_to_alls, compiled_operators, *([megatron_models] if HAVE_MEGATRON else [])]
 
 
 def run_cases(group: Any) -> dict[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 HIDDEN = 64
@@ -118,15 +119,30 @@ def watched_router() -> Any:
 
 
 def start(expert_parallel: int, tensor_parallel: int = 1) -> None:
-    """Megatron's process groups anew."""
+    """Megatron's process groups, anew if they are others than before; of those, no communicator may be in use."""
     stand_in()
     state = host("parallel_state")
+    sizes = expert_parallel, tensor_parallel
+    if state.model_parallel_is_initialized() and sizes == sizes_now():
+        return
+    adapter().close()
+    groups = {id(group): group for group in vars(state).values() if isinstance(group, dist.ProcessGroup)}
     state.destroy_model_parallel()
+    for group in groups.values():  # each has threads, of which hundreds make all slow
+        with contextlib.suppress(ValueError):  # Megatron has destroyed some already
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
     state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
         expert_model_parallel_size=expert_parallel,
         expert_tensor_parallel_size=1,
     )
+
+
+def sizes_now() -> tuple[int, int]:
+    """Ranks that share the experts of a layer, and those that share its other matrices."""
+    state = host("parallel_state")
+    return state.get_expert_model_parallel_world_size(), state.get_tensor_model_parallel_world_size()
 
 
 def configure(**settings: Any) -> Any:

@@ -31,6 +31,11 @@ from adapters.megatron_host import (
 )
 from torch import Tensor, nn
 
+GATED: dict[str, Any] = {
+    "gated_linear_unit": True,
+    "activation_func": nn.functional.silu,
+    "moe_ffn_hidden_size": 64,
+}
 LEGS = ("dispatch", "combine", "grad_dispatch", "grad_combine")
 Differences = dict[str, float]
 Losses = list[float]
@@ -46,8 +51,8 @@ def texts(num_sequences: int, seed: int) -> Tensor:
 
 def loss_of(model: Any, ids: Tensor) -> Tensor:
     """The mean over all tokens."""
-    positions = torch.arange(LENGTH).expand(len(ids), -1)
-    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    positions = torch.arange(LENGTH, device=ids.device).expand(len(ids), -1)
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool, device=ids.device).triu(1)
     losses: Tensor = model(ids[:, :-1], positions, mask, labels=ids[:, 1:])
     return losses.mean()
 
@@ -64,10 +69,31 @@ def global_name(name: str, first_expert: int) -> str:
 
 
 def copy_weights(model: Any, weights: dict[str, Tensor], config: Any) -> None:
-    """Gives a model its part of the weights of one that has all experts."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[global_name(name, first_expert(config))])
+    """Gives a model its part of the weights of one that has all of Megatron's experts."""
+    first = first_expert(config)
+    names = {name: global_name(name, first) for name in adapter().stock_state_dict(model) if not is_empty(name)}
+    found = model.load_state_dict({name: weights[whole] for name, whole in names.items()}, strict=False)
+    assert not found.unexpected_keys
+    assert all(map(is_empty, found.missing_keys))
+
+
+def is_empty(name: str) -> bool:
+    """An entry of a state that has something with Transformer Engine only."""
+    return name.endswith("_extra_state")
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    """By the names that parameters have with Megatron's experts."""
+    gradients: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        before, _, last = name.rpartition(".")
+        linear = {"gate_up": "linear_fc1", "down": "linear_fc2"}.get(last)
+        if linear is not None and parameter.grad is not None:
+            named = enumerate(parameter.grad)
+            gradients |= {f"{before}.local_experts.{local}.{linear}.weight": grad for local, grad in named}
+        elif parameter.grad is not None:
+            gradients[name] = parameter.grad
+    return gradients
 
 
 def average_gradients(model: Any) -> None:
@@ -101,8 +127,7 @@ class Run:
                 dist.all_reduce(mean)
                 mean /= dist.get_world_size()
             if not self.gradients:
-                named = model.named_parameters()
-                self.gradients = {global_name(n, first): p.grad.clone() for n, p in named if p.grad is not None}
+                self.gradients = {global_name(n, first): grad.clone() for n, grad in gradients_of(model).items()}
             optimizer.step()
             self.losses.append(float(mean))
 
@@ -130,7 +155,9 @@ def own_share() -> slice:
     return slice(dist.get_rank(), None, dist.get_world_size())
 
 
-def compare_models(expert_parallel: int, precision: Any, num_steps: int = 3, **settings: Any) -> dict[str, Differences]:
+def compare_models(
+    expert_parallel: int, chosen: dict[str, Any], num_steps: int = 3, **settings: Any
+) -> dict[str, Differences]:
     """The distances of a model with fp4comm from one process with all experts, and from the stock dispatcher."""
     batches = [texts(8, seed) for seed in range(num_steps)]
     start(1)
@@ -140,7 +167,7 @@ def compare_models(expert_parallel: int, precision: Any, num_steps: int = 3, **s
     alone = Run(alone_model, config, batches, slice(None), is_alone=True)
     start(expert_parallel)
     runs = {}
-    for name, options in {"stock": None, "fp4comm": {"precision": precision}}.items():
+    for name, options in {"stock": None, "fp4comm": chosen}.items():
         config = configure(**settings)
         model = gpt_model(config, options)
         copy_weights(model, weights, config)
@@ -159,8 +186,7 @@ def run_layer(layer: Any, x: Tensor) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(3)
     upstream = torch.randn(output.shape, generator=random, dtype=torch.float32)
     (output.float() * upstream).sum().backward()
-    gradients = {name: parameter.grad for name, parameter in layer.named_parameters() if parameter.grad is not None}
-    return {"output": output.detach(), "input": x.grad, **gradients}
+    return {"output": output.detach(), "input": x.grad, **gradients_of(layer)}
 
 
 def compare_layers(
@@ -182,10 +208,20 @@ def compare_layers(
         if quantizes:  # now, since TransformerConfig asks for Transformer Engine; its layers compute as before
             config.fp8 = "hybrid"
         layer = moe_layer(config, chosen).to(x.dtype)
+        tell_experts_apart(layer)
         if prepare is not None:
             prepare(layer)
         runs.append(run_layer(layer, x))
     return difference(*runs)
+
+
+@torch.no_grad()
+def tell_experts_apart(model: Any) -> None:
+    """Those of two ranks start alike on a CPU."""
+    state = host("parallel_state")
+    for name, parameter in model.named_parameters():
+        if is_expert(name):
+            parameter.mul_(1 + state.get_expert_model_parallel_rank() / 4)
 
 
 def own_tokens(length: int = LENGTH) -> Tensor:
@@ -316,13 +352,20 @@ class Training:
         return sum(self.sent[leg] for leg in legs or LEGS) / (len(legs or LEGS) * self.per_choice)
 
 
-def train(options: dict[str, Any] | None, num_steps: int = 8, nudge: float = 0.0, **settings: Any) -> Training:
+def train(
+    options: dict[str, Any] | None,
+    num_steps: int = 8,
+    *,
+    nudge: float = 0.0,
+    expert_parallel: int | None = None,
+    **settings: Any,
+) -> Training:
     """Trains a model that knows nothing, and whose weights are larger by a part `nudge`."""
     adapter().close()
     settings = {"hidden_size": 256, "init_method_std": 0.05, **settings}
     start(1)
     whole = dict(gpt_model(configure(**settings), None).named_parameters())
-    start(dist.get_world_size())
+    start(expert_parallel or dist.get_world_size())
     config = configure(**settings)
     model = gpt_model(config, options)
     copy_weights(model, whole, config)
@@ -342,9 +385,10 @@ def train(options: dict[str, Any] | None, num_steps: int = 8, nudge: float = 0.0
 
 def on_two_ranks(group: Any) -> dict[str, Any]:
     """All that test_megatron.py looks at with two ranks, since starting them takes longest."""
+    exact = {"precision": "fp32"}
     results: dict[str, Any] = {
-        "model": compare_models(2, "fp32"),
-        "recomputed model": compare_models(2, "fp32", 1, **RECOMPUTED),
+        "model": compare_models(2, exact),
+        "recomputed model": compare_models(2, exact, 1, **RECOMPUTED),
         "layers": layer_cases(),
         "partial": with_partial(),
         "errors": errors(),
@@ -361,7 +405,8 @@ def on_four_ranks(group: Any) -> dict[str, Any]:
     """The same with four ranks, and groups that are not the world."""
     exact = {"precision": "fp32"}
     results = {
-        "groups of two": compare_models(2, "fp32", 2),
+        "groups of two": compare_models(2, exact, 2),
+        "groups of two, with a recipe": compare_models(2, {"recipe": "fp32"}, 2, **GATED),
         "layers": {
             "no rows": compare_layers(exact, prepare=set_router(favourites=4)),
             "plain": compare_layers(exact),

@@ -15,13 +15,25 @@ needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two 
 @cache
 def failures() -> list[dict[str, str]]:
     """Of all cases on both ranks; started once."""
-    return run_ranks(gpu_cases.run_cases, 2, launcher="torchrun", timeout=200, on_gpus=True)
+    return run_ranks(gpu_cases.run_cases, 2, launcher="torchrun", timeout=400, on_gpus=True)
+
+
+def check(name: str) -> None:
+    texts = [f"rank {rank}:\n{found[name]}" for rank, found in enumerate(failures()) if name in found]
+    assert not texts, "\n".join(texts)
 
 
 @needs_two
 @pytest.mark.gpu
 @pytest.mark.mpi
-@pytest.mark.parametrize("name", [case.__name__ for case in gpu_cases.CASES])
+@pytest.mark.parametrize("name", [case.__name__ for case in gpu_cases.CASES if case is not gpu_cases.megatron_models])
 def test_two_gpus(name: str) -> None:
-    texts = [f"rank {rank}:\n{found[name]}" for rank, found in enumerate(failures()) if name in found]
-    assert not texts, "\n".join(texts)
+    check(name)
+
+
+@needs_two
+@pytest.mark.gpu
+@pytest.mark.mpi
+@pytest.mark.skipif(not gpu_cases.HAVE_MEGATRON, reason="needs Megatron-Core (pip install megatron-core)")
+def test_megatron_on_two_gpus() -> None:
+    check("megatron_models")

@@ -54,8 +54,9 @@ def test_training_is_that_of_one_process_and_of_the_stock_dispatcher(two: dict[s
 
 @needs_megatron
 @pytest.mark.mpi
-def test_groups_of_two_among_four(four: dict[str, Any]) -> None:
-    check(four["groups of two"])
+@pytest.mark.parametrize("case", ["groups of two", "groups of two, with a recipe"])
+def test_groups_of_two_among_four(four: dict[str, Any], case: str) -> None:
+    check(four[case])
 
 
 @needs_megatron
@@ -195,10 +196,14 @@ def test_older_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_megatron
 @pytest.mark.mpi
 def test_program_of_the_documentation(tmp_path: Path) -> None:
-    """The Python block of docs/megatron.md, after the stand-ins for what Megatron does on CUDA devices."""
-    code = (ROOT / "docs" / "megatron.md").read_text().split("```python\n")[1].split("```")[0]
+    """The program of docs/megatron.md with the recipe, after stand-ins for what Megatron does on CUDA devices."""
+    blocks = [block.split("```")[0] for block in (ROOT / "docs" / "megatron.md").read_text().split("```python\n")[1:]]
+    code = next(block for block in blocks if "adapter.close()" in block)
+    with_recipe = next(block for block in blocks if "recipe=" in block)
+    code = code.replace("adapter.close()", f"{with_recipe}adapter.close()")
     program = tmp_path / "program.py"
     program.write_text(f"from adapters import megatron_host\n\nmegatron_host.stand_in()\n{code}")
     status, output = run_command([*launch_command("torchrun", 2), str(program)], timeout=120)
     assert status == 0, output
     assert "bytes sent" in output
+    assert "ffn_hidden=256) loss" in output

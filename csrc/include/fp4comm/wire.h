@@ -12,8 +12,9 @@ enum class Kind : int32_t {
     kFP8 = 3,      // E4M3, one float32 scale per 128
     kFP8E8M0 = 4,  // E4M3, one E8M0 byte per 128
     kMXFP4 = 5,    // E2M1, one E8M0 byte per 32
+    kFP8Row = 6,   // E4M3, one float32 scale per row; for GEMMs, in kernels only
 };
-constexpr int kNumKinds = 6;
+constexpr int kNumKinds = 6;  // without the last
 
 FP4COMM_HD inline int64_t data_bytes(Kind kind, int64_t hidden) {
     switch (kind) {
