@@ -7,8 +7,6 @@
 #define __constant__ static
 #define __launch_bounds__(...)
 #define __forceinline__ inline
-#undef __noinline__
-#define __noinline__ __attribute__((noinline))
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __grid_constant__
 
