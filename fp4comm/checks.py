@@ -82,19 +82,19 @@ def check_dispatch(
     num_tokens, hidden = data.shape
     require(hidden == comm.hidden, "x", f"{hidden} wide", f"[num_tokens, {comm.hidden}]")
     require(layout in (None, "expert", "rank"), "layout", repr(layout), "'expert' or 'rank'")
-    is_fp8 = isinstance(out, str)
     accepted = f"None, 'fp8', 'fp8_rows' or one of {FLOAT_DTYPES}"
     require(out is None or out in ("fp8", "fp8_rows") or out in FLOAT_DTYPES, "out", repr(out), accepted)
+    wants_fp8 = isinstance(out, str)
     require(out != "fp8_rows" or layout in (None, "expert"), "out", "'fp8_rows'", "'fp8_rows' in layout 'expert'")
     require(
-        not is_fp8 or not comm.precision.leg("dispatch").hadamard,
+        not wants_fp8 or not comm.precision.leg("dispatch").hadamard,
         "out",
         repr(out),
         "a float dtype, since the dispatch leg uses the Hadamard transform, whose reverse is not FP8",
     )
     wants_gradient = torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad
     require(
-        not is_fp8 or not wants_gradient,
+        not wants_fp8 or not wants_gradient,
         "x",
         "in need of a gradient",
         f"x.detach() with out={out!r}, since autograd has no FP8 rows: the caller must bring their gradient home",

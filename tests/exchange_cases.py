@@ -138,6 +138,8 @@ def case_fp8_arrival(group: Any) -> list[int]:
         recv, handle = comm.dispatch(fp8, idx, weights, out="fp8")
         columns, payload = recv.to_fp8_columns(), recv.payload  # with peers they are not there for ever
         again, _ = comm.dispatch(fp8, handle=handle, out=torch.float32)
+        by_row, _ = comm.dispatch(fp8, handle=handle, out="fp8_rows")
+        assert torch.equal(by_row.x.dequantize(), again.x)
         assert torch.equal(recv.x.dequantize(torch.float32), again.x)
         assert torch.equal(columns.dequantize(), again.x)
         with communicator(group, problem, "fp4", expert_alignment=16, num_max_tokens_per_rank=64) as fixed:

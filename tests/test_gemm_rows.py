@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,11 +17,13 @@ from fp4comm.backends import Rows
 from fp4comm.errors import InvalidArgument
 from fp4comm.formats import GemmKind, Kind
 from fp4comm.fp8_rows import FP8Rows, quantize_fp8_rows
+from fp4comm.moe import gemm
+from fp4comm.moe.gemm import RowGemms
 from fp4comm.reference import codec as oracle
 
 RNG = np.random.default_rng
 SIZES = (37, 0, 128, 200)
-MOST = 252  # E8M0 byte under which no MXFP4 number is infinite in float32
+MOST, NAN = 252, 255  # E8M0: under the first no MXFP4 number is infinite in float32
 
 
 def floats(num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
@@ -73,7 +76,7 @@ def routes(rng: np.random.Generator, num_src: int, num_out: int) -> tuple[np.nda
 def hard_rows(kind: Kind, rng: np.random.Generator, num_rows: int, hidden: int) -> Sequence[np.ndarray]:
     if kind == Kind.MXFP4:
         packed, scales = hard_mxfp4(rng, num_rows, hidden, spread=8)
-        scales = np.where(scales == 255, 255, np.minimum(scales, MOST)).astype(np.uint8)
+        scales = np.where(scales == NAN, NAN, np.minimum(scales, MOST)).astype(np.uint8)
         packed[(scales == 0).repeat(16, axis=1)] = 0
         packed[3], scales[3] = 0, 0
         return packed, scales
@@ -140,7 +143,7 @@ def turned(target: Target, kind: Kind | GemmKind, arrays: Sequence[np.ndarray], 
     else:
         picked = rng.integers(-1, len(arrays[0]), num_rows)
         rows, index = target.rows(Kind.MXFP4, arrays), target.tensor(picked)
-        largest = arrays[1].max(axis=1).astype(int) - 6
+        largest = np.where(arrays[1] == NAN, 0, arrays[1]).max(axis=1).astype(int) - 6
         bytes_ = np.where(picked < 0, 1, np.maximum(largest[picked], 1))
         scales = target.tensor(np.ldexp(np.ones(num_rows), bytes_ - 127).astype(np.float32))
     of_experts, of_rows = target.backend.expert_scales(scales, ends)
@@ -165,10 +168,36 @@ def test_columns(target: Target) -> None:
         scales[7] = 2.0**-126
         rows = functools.partial(turned, kind=GemmKind.FP8_ROW, arrays=(codes, scales), seed=hidden)
         packed, bytes_ = hard_mxfp4(rng, 100, hidden, spread=8)
-        bytes_ = np.minimum(bytes_, MOST).astype(np.uint8)
+        bytes_ = np.where(bytes_ == NAN, NAN, np.minimum(bytes_, MOST)).astype(np.uint8)
         payload = functools.partial(turned, kind=Kind.MXFP4, arrays=(packed, bytes_), seed=hidden)
         runs |= {f"rows, hidden {hidden}": rows, f"payload, hidden {hidden}": payload}
     assert_all_same(target, runs)
+
+
+def transposed(target: Target, shape: tuple[int, int, int]) -> list[Tensor]:
+    """Of matrices whose rows are of different sizes."""
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 0, shape[1])[:, None]
+    rows = FP8Rows(*target.backend.quantize_gemm_rows(weights.to(target.device)))
+    with mock.patch.object(gemm, "backend_for", return_value=target.backend):
+        back = RowGemms().transposed(rows)
+    torch.testing.assert_close(back.dequantize(), rows.dequantize().transpose(1, 2), rtol=0, atol=2e-5)
+    return [back.data, back.scales]
+
+
+def test_transposed_weights(target: Target) -> None:
+    """Of one expert, too."""
+    shapes = ((1, 40, 32), (1, 128, 64), (3, 40, 32), (2, 256, 288))
+    assert_all_same(target, {str(shape): functools.partial(transposed, shape=shape) for shape in shapes})
+
+
+def unaligned(target: Target, dtype: torch.dtype) -> list[Tensor]:
+    memory = torch.arange(40 * 72, device=target.device).view(40, 72).to(dtype)
+    return [*target.backend.quantize_gemm_rows(memory[:, 4:68]), *target.backend.quantize_gemm_rows(memory[:, :0])]
+
+
+def test_rows_at_any_address(target: Target) -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float16):
+        assert_all_same(target, {str(dtype): functools.partial(unaligned, dtype=dtype)})
 
 
 def test_wrong_inputs() -> None:

@@ -246,6 +246,36 @@ def test_shared_experts_in_a_graph() -> None:
         assert all(map(torch.equal, captured, wanted_now))
 
 
+def test_a_step_of_an_optimizer_in_a_graph() -> None:
+    """Operands of weights that have changed are made in the graph."""
+    layers = [make_layer("fp4", "cuda", num_max_tokens_per_rank=320) for _ in range(2)]
+    optimizers = [torch.optim.SGD(layer.experts.parameters(), lr=torch.tensor(0.1), fused=True) for layer in layers]
+    x = torch.randn(300, SIZES["hidden"], device="cuda", dtype=torch.bfloat16)
+
+    def step(index: int) -> Tensor:
+        out: Tensor = layers[index](x)
+        out.float().square().mean().backward()
+        optimizers[index].step()
+        optimizers[index].zero_grad(set_to_none=False)
+        return out.detach()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for index in (0, 1):
+            step(index)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        captured = step(0)
+    for _ in range(3):
+        with torch.cuda.stream(stream):
+            graph.replay()
+            want = step(1)
+        torch.cuda.synchronize()
+        assert torch.equal(captured, want)
+
+
 def requested_bytes() -> int:
     """Of all tensors on the device, without what the allocator adds: up to a MiB for each."""
     return int(torch.cuda.memory_stats()["requested_bytes.all.current"])

@@ -2,7 +2,8 @@
 // one that is given.
 //
 // Macros: HIDDEN, SPANS, SRC_KIND (3: float32 scales, 4: E8M0, 6: a float32 scale per row), MIN_BLOCKS (per
-// multiprocessor, limits registers), GIVEN (1: wanted_scales says to which scale each row is brought; out_scales is null).
+// multiprocessor, limits registers), GIVEN (1: wanted_scales says to which scale each row is brought; out_scales is
+// null).
 #include "columns.cuh"
 #include "e4m3_shift.cuh"
 

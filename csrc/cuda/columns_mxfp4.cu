@@ -1,8 +1,8 @@
 // Row-wise MXFP4 to column-wise FP8 and, from the same read, to row-wise FP8.
 //
 // Macros: HIDDEN, SPANS, WITH_ROWS (1: rows too), SCALES_ALIGNED (1: rows of scale bytes begin at multiples of
-// 8), MIN_BLOCKS (per multiprocessor, limits registers), GIVEN (1: wanted_scales says which scale each row gets, at least
-// 2^-6 times that of its largest block; out_scales is null).
+// 8), MIN_BLOCKS (per multiprocessor, limits registers), GIVEN (1: wanted_scales says which scale each row gets, at
+// least 2^-6 times that of its largest block; out_scales is null).
 #include "columns.cuh"
 
 namespace fp4comm {

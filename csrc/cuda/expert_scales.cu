@@ -1,5 +1,5 @@
-// Of rows with a scale each, the largest scale of each expert: what all its rows are brought to before sums over them. A
-// block per expert, and one for the rows after the last. Macros: THREADS.
+// Of rows with a scale each, the largest scale of each expert: what all its rows are brought to before sums over them.
+// A block per expert, and one for the rows after the last. Macros: THREADS.
 #include "row_maximum.cuh"
 
 using namespace fp4comm;

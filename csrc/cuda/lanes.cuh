@@ -18,10 +18,7 @@ struct Encoding {
 };
 
 constexpr int bits_of(Kind kind) {
-    return kind == Kind::kF32                             ? 32
-           : kind == Kind::kBF16 || kind == Kind::kF16    ? 16
-           : kind == Kind::kMXFP4                      ? 4
-                                                       : 8;
+    return kind == Kind::kF32 ? 32 : kind == Kind::kBF16 || kind == Kind::kF16 ? 16 : kind == Kind::kMXFP4 ? 4 : 8;
 }
 
 constexpr bool is_fp8(Kind kind) {

@@ -1,5 +1,5 @@
-// Rows of floats as FP8 with one scale per row, the smallest power of two that avoids saturation. A row with a NaN or an
-// Inf becomes NaN. A block per row, which reads it once. Macros: HIDDEN (a multiple of 8), SRC_KIND, THREADS.
+// Rows of floats as FP8 with one scale per row, the smallest power of two that avoids saturation. A row with a NaN or
+// an Inf becomes NaN. A block per row, which reads it once. Macros: HIDDEN (a multiple of 8), SRC_KIND, THREADS.
 #include "lanes.cuh"
 #include "row_maximum.cuh"
 

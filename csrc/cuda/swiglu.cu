@@ -3,8 +3,8 @@
 //     act = silu(gate) * up * weight
 //
 // A block per row, which is read once and kept in registers; a lane owns eight adjacent columns of each step. Macros:
-// FFN (width of act, a multiple of 128), THREADS, SRC_KIND (of gate and up, and of the gradient of act), DST_KIND (of act
-// and of the gradients of gate and up), WITH_ACT (whether backward makes act again).
+// FFN (width of act, a multiple of 128), THREADS, SRC_KIND (of gate and up, and of the gradient of act), DST_KIND (of
+// act and of the gradients of gate and up), WITH_ACT (whether backward makes act again).
 #include "row_maximum.cuh"
 
 using namespace fp4comm;
@@ -70,10 +70,13 @@ __device__ inline void write_at(Row row, uint32_t col, bool inside, float* x, ui
 // The largest magnitude of a row, where its scale depends on that; and writes the scale.
 template <int kCall>
 __device__ inline uint32_t row_amax_of(uint32_t lane_amax, Row row) {
-    if constexpr (kDst != Kind::kFP8Row) return 0;
-    const uint32_t amax = max_over_block<kThreads, kCall>(lane_amax);
-    if (threadIdx.x == 0) store<float>(row.scales, pow2(row_byte_from_amax(amax)));
-    return amax;
+    if constexpr (kDst == Kind::kFP8Row) {
+        const uint32_t amax = max_over_block<kThreads, kCall>(lane_amax);
+        if (threadIdx.x == 0) store<float>(row.scales, pow2(row_byte_from_amax(amax)));
+        return amax;
+    } else {
+        return 0;
+    }
 }
 
 __device__ inline float sum_over_block(float value) {

@@ -24,7 +24,6 @@ from .pool import Options, Pool
 OLDEST = (0, 16)
 POOL = Pool()
 # Rows of an expert, as in fp4comm.moe.MoELayer: what FP8 GEMMs take, and with fixed shapes a tile of columns.
-_ALIGNMENT, _FIXED_ALIGNMENT = 16, 128
 _LINEARS = {"gate_up": "linear_fc1", "down": "linear_fc2"}
 # Settings of which GroupedExperts knows one value alone, and what to do about others.
 _KNOWN = {
@@ -113,7 +112,7 @@ class Experts(GroupedExperts):
             hidden=config.hidden_size,
             rank=dist.get_rank(pg_collection.ep),
             num_local_experts=num_local_experts,
-            expert_alignment=_ALIGNMENT if most is None else _FIXED_ALIGNMENT,
+            expert_alignment=choice.recipe.expert_alignment(most is not None),
             num_max_tokens_per_rank=most,
         )
         super().__init__(

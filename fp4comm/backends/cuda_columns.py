@@ -141,6 +141,8 @@ def gemm_columns(
 ) -> Tensor:
     """As `cpu.gemm_columns`."""
     sizes = (len(row_scales),) if group_sizes is None else group_sizes
+    assert row_scales.is_contiguous()
+    assert row_scales.dtype == torch.float32
     source = _Source.of(src, src_row, sizes, ROW_TILE)
     codes = torch.empty(src.hidden * source.num_rows, dtype=torch.float8_e4m3fn, device=src.device)
     constants = {"HIDDEN": src.hidden, "GIVEN": 1}
@@ -179,15 +181,7 @@ class _Source:
         assert all(m >= 0 for m in group_sizes)
         assert num_rows == (len(src) if src_row is None else src_row.numel())
         assert src_row is None or (src_row.dtype == torch.int64 and src_row.is_contiguous())
-        if len(sizes) > 1 and src.data.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise NotAvailable(
-                "columns of several groups in a CUDA graph: the table of their sizes comes from the host"
-            )
-        groups = (
-            None
-            if len(sizes) <= 1
-            else _table(tuple(sizes.tolist()), rows_per_tile, src.data.device, _stream(src.data.device))
-        )
+        groups = None if len(sizes) <= 1 else _table_of(sizes, rows_per_tile, src.device)
         scales = None if src.scales is None else _aligned(src.scales, 4 if src.kind in _FLOAT_SCALES else 1)
         rows = Rows(src.kind, _aligned(src.data, 16), scales)
         return cls(rows, src_row, groups, len(sizes), num_rows, int(tiles.sum()))
@@ -205,16 +199,23 @@ class _Source:
         )
 
 
+def _table_of(sizes: np.ndarray, rows_per_tile: int, device: torch.device) -> Tensor:
+    """First row and first tile of every group, and their sums."""
+    if (sizes == sizes[0]).all():  # by the device: a graph may capture that
+        size, numbers = int(sizes[0]), torch.arange(len(sizes) + 1, device=device)
+        return torch.stack([numbers * size, numbers * -(-size // rows_per_tile)])
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise NotAvailable("columns of groups of several sizes in a CUDA graph: the table comes from the host")
+    return _table(tuple(sizes.tolist()), rows_per_tile, device, _stream(device))
+
+
 def _stream(device: torch.device) -> int:
     return 0 if device.type == "cpu" else torch.cuda.current_stream(device).cuda_stream
 
 
 @functools.lru_cache(maxsize=64)
 def _table(sizes: tuple[int, ...], rows_per_tile: int, device: torch.device, stream: int) -> Tensor:
-    """First row and first tile of every group, and their sums: of the groups of a step, which several calls share.
-
-    `stream` is the one that it is copied on.
-    """
+    """Kept, since the groups of a step are those of several calls. `stream` is the one that it is copied on."""
     rows = np.array(sizes, dtype=np.int64)
     return _to_device(_starts(rows, -(-rows // rows_per_tile)), device)
 

@@ -6,21 +6,27 @@ import torch
 from torch import Tensor
 
 from . import cuda_compile
+from .gemm_rows import quantize_gemm_rows as quantize_without_kernel
 from .rows import Rows
 
 _WARP = 32
 _LANE = 8  # numbers of a thread in a step
 _MAX_THREADS = 256
 _EXPERT_THREADS = 256
+_ALIGNMENT = 16
 _FLOATS = (torch.bfloat16, torch.float32)
 
 
 def quantize_gemm_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """See `gemm_rows.quantize_gemm_rows`. A float dtype that has no kernel, and odd widths, go by way of a copy."""
+    """See `gemm_rows.quantize_gemm_rows`. What has no kernel, or is not aligned as it must be, is copied."""
     hidden = x.shape[-1]
     assert hidden % _LANE == 0
+    if hidden == 0:
+        return quantize_without_kernel(x)
     x = x if x.dtype in _FLOATS else x.float()
     flat = Rows.of(x.reshape(-1, hidden))
+    if (flat.address[0] | flat.address[1]) % _ALIGNMENT:
+        flat = Rows.of(flat.data.clone(memory_format=torch.contiguous_format))
     codes = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     threads = threads_of(hidden, _MAX_THREADS)

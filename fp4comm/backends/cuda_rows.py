@@ -141,7 +141,8 @@ def expand_rows(
 ) -> None:
     """See `cpu.expand_rows`. One launch; with slot_rows each row of `src` is read and converted once."""
     assert source_rows is not None or weights is None
-    if out.kind == GemmKind.FP8_ROW and not (slot_rows is not None and gemm_rows.has_row_scales(src, options)):
+    assert out.kind != GemmKind.FP8_ROW or (weights is None and slot_rows is not None)
+    if out.kind == GemmKind.FP8_ROW and not gemm_rows.has_row_scales(src, options):
         floats = gemm_rows.floats_between(src, len(out))
         expand_rows(src, Rows.of(floats), source_rows, slot_rows, weights, options)
         return gemm_rows.store_rows(out, *quantize_gemm_rows(floats))

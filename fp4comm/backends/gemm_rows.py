@@ -24,7 +24,7 @@ def quantize_gemm_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of floats under the smallest power of two that avoids saturation; a row with a NaN or an Inf becomes NaN.
 
     Args:
-        x: `[..., k]` float32 or bfloat16.
+        x: `[..., k]`, any float dtype.
 
     Returns:
         float8_e4m3fn of that shape, and float32 `[...]`.
@@ -60,7 +60,7 @@ def store_rows(out: Rows, codes: Tensor, scales: Tensor) -> None:
 
 
 def scales_of_rows(kind: Kind, data: Tensor, scales: Tensor) -> Tensor:
-    """float32 `[num_rows]`, the scale of each row of MXFP4 or FP8_E8M0: its largest, but for groups without numbers.
+    """float32 `[num_rows]`, the scale of each row of MXFP4 or FP8_E8M0: its largest, in FP8 of groups with numbers.
 
     Args:
         kind: of the rows.

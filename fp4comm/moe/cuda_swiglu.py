@@ -20,7 +20,8 @@ _DTYPES = (torch.bfloat16, torch.float32)
 def fits(gate_up: Tensor, row_weights: Tensor) -> bool:
     """Whether the kernels take such rows: whole groups of 128, aligned, of bfloat16 or float32."""
     is_aligned = gate_up.is_contiguous() and row_weights.is_contiguous() and gate_up.data_ptr() % _ALIGNMENT == 0
-    return gate_up.dtype in _DTYPES and gate_up.shape[1] % (2 * GROUP_SIZE) == 0 and is_aligned
+    has_kernels = gate_up.dtype in _DTYPES and row_weights.dtype == torch.float32
+    return has_kernels and gate_up.shape[1] % (2 * GROUP_SIZE) == 0 and is_aligned
 
 
 def forward(gate_up: Tensor, row_weights: Tensor, gemms: Any) -> Any:
@@ -39,11 +40,14 @@ def backward(
 
     Args:
         gate_up, row_weights: as there.
-        grad_act: contiguous, of the dtype of gate_up.
+        grad_act: contiguous, aligned, of the dtype of gate_up.
         gemms: whose rows to make.
         makes_act: whether to return what `forward` did, too.
     """
     num_rows, width = grad_act.shape
+    assert grad_act.dtype == gate_up.dtype
+    assert grad_act.is_contiguous()
+    assert grad_act.data_ptr() % _ALIGNMENT == 0
     make = (gate_up.device, gate_up.dtype)
     grad = gemms.empty_rows(num_rows, 2 * width, *make)
     act = gemms.empty_rows(num_rows, width, *make) if makes_act else None

@@ -83,7 +83,7 @@ class GroupedExperts(nn.Module):
         device = self.gate_up.device
         if device not in self._gemms_by_device:
             widths = (self.hidden, self.ffn_hidden)
-            sizes = (device, widths, self._alignment, self._has_capacity)
+            sizes = (device, widths, self._alignment, self._has_capacity, self.gate_up.shape[0])
             self._gemms_by_device[device] = gemms_for(self.recipe, self._gemms_name, *sizes)
         return self._gemms_by_device[device]
 
@@ -115,8 +115,9 @@ class GroupedExperts(nn.Module):
             dtype: of the tokens.
             is_transposed: for gradients of rows.
         """
+        key = name if self.gemms.arrives_as else f"{name}.{dtype}"  # FP8 is the same for tokens of all dtypes
         cached = self._operands.setdefault(
-            f"{name}.{dtype}", Cached(lambda weights: _Operands[Any, Any, Any](self.gemms, weights, dtype))
+            key, Cached(lambda weights: _Operands[Any, Any, Any](self.gemms, weights, dtype))
         )
         operands = cached.of(getattr(self, name))
         return operands.transposed if is_transposed else operands.straight
@@ -276,7 +277,7 @@ def _receive_gradients(comm: EPCommunicator, grad_out: Tensor, routing: Routing,
     arrived = exchange.to_experts(leg, send, routing.sizes)
     dtype, num_rows = grad_out.dtype, routing.num_rows
     # What is turned back after a rotation has no block scales that FP8 could take over.
-    is_rotated = gemms.is_fp8 and exchange.precision.leg(leg).hadamard
+    is_rotated = gemms.arrives_as is not None and exchange.precision.leg(leg).hadamard
     rows = empty((num_rows, comm.hidden), dtype, grad_out.device) if is_rotated else None
     rows = gemms.empty_rows(num_rows, comm.hidden, grad_out.device, dtype) if rows is None else rows
     exchange.unpack(leg, arrived, Rows.of(rows) if isinstance(rows, Tensor) else rows._rows, routing)

@@ -39,7 +39,9 @@ _HOPPER = (9, 0)
 _PADDED_SCALES = 4
 _SCALED_MULTIPLE = 128  # of widths: blocks of weights are whole
 _GROUPED_MULTIPLE = 16  # of widths and groups: operands begin at multiples of 16 bytes
-_SHORT_SUM = 1024  # rows per expert up to which sums in the registers of tensor cores lose nothing to speak of
+_SHORT_SUM = 1024  # rows of an expert up to which sums in the registers of tensor cores lose nothing to speak of
+_MAX_GROUPS = 1023
+_TESTED_TORCH = (2, 11)  # with 2.8 kernels for weight gradients refuse experts without rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,10 +96,8 @@ class Groups:
 class Gemms(Protocol[R, W, C]):
     """What experts need to compute. Rows are `[num_rows, k]`, weights `[num_experts, n, k]`."""
 
-    is_fp8: bool
-    """Whether rows are FP8."""
     arrives_as: str | None
-    """What `EPCommunicator.dispatch` is to make of received tokens; None = the dtype of the tokens."""
+    """What `EPCommunicator.dispatch` is to make of received tokens; None = rows in the dtype of the tokens."""
 
     def empty_rows(self, num_rows: int, hidden: int, device: torch.device, dtype: torch.dtype) -> R:
         """Memory for rows that arrive."""
@@ -132,7 +132,7 @@ class Gemms(Protocol[R, W, C]):
 class FloatGemms(Gemms[Tensor, Tensor, Tensor]):
     """Operands in the dtype of the tokens."""
 
-    is_fp8, arrives_as = False, None
+    arrives_as = None
 
     def empty_rows(self, num_rows: int, hidden: int, device: torch.device, dtype: torch.dtype) -> Tensor:
         return empty((num_rows, hidden), dtype, device)
@@ -210,10 +210,10 @@ class RowGemms(Gemms[FP8Rows, FP8Rows, FP8Turned]):
     The host need not know the groups. On tensor cores results are rounded to bfloat16, whatever dtype they get.
 
     Args:
-        on_tensor_cores: needs compute capability 9.0, widths and groups of multiples of 16.
+        on_tensor_cores: needs compute capability 9.0, torch 2.11, widths and groups of multiples of 16.
     """
 
-    is_fp8, arrives_as = True, "fp8_rows"
+    arrives_as = "fp8_rows"
     _floats = FloatGemms()
 
     def __init__(self, on_tensor_cores: bool = False) -> None:
@@ -226,10 +226,10 @@ class RowGemms(Gemms[FP8Rows, FP8Rows, FP8Turned]):
         return quantize_fp8_rows(weights)
 
     def transposed(self, weights: FP8Rows) -> FP8Rows:
-        """All rows of an expert are brought to the largest of their scales, by exponents alone."""
+        """All rows of an expert are brought to the largest of their scales; only what becomes subnormal is rounded."""
         num_experts, n, k = weights.data.shape
         largest = weights.scales.amax(dim=1, keepdim=True)
-        row_scales = largest.expand(num_experts, n).reshape(-1)
+        row_scales = largest.expand(num_experts, n).contiguous().view(-1)
         data = backend_for(weights.data).gemm_columns(weights._rows, None, row_scales, (n,) * num_experts)
         return FP8Rows(data.view(num_experts, k, n), largest.expand(num_experts, k).contiguous())
 
@@ -268,7 +268,7 @@ class RowGemms(Gemms[FP8Rows, FP8Rows, FP8Turned]):
         if not self.on_tensor_cores or not num_rows:
             wide = _wide(x.data)
             return self._floats.weight_gradient(dy.dequantize(wide), x.dequantize(wide), groups, dtype)
-        is_short = num_rows <= _SHORT_SUM * len(groups.ends)
+        is_short = max(groups.known_sizes or (num_rows,)) <= _SHORT_SUM
         operands = dy.data, x.data.t(), dy.gemm_scales, x.gemm_scales
         gradient = torch._scaled_grouped_mm(
             *operands, offs=groups.ends, out_dtype=torch.bfloat16, use_fast_accum=is_short
@@ -279,7 +279,6 @@ class RowGemms(Gemms[FP8Rows, FP8Rows, FP8Turned]):
 class _BlockOperands:
     """Conversions that GEMMs with block scales share."""
 
-    is_fp8 = True
     arrives_as: str | None = "fp8"
 
     def empty_rows(self, num_rows: int, hidden: int, device: torch.device, dtype: torch.dtype) -> FP8Tensor:
@@ -323,6 +322,10 @@ class BlockGemms(_BlockOperands, Gemms[FP8Tensor, FP8Blocks, FP8Columns]):
     def weight_gradient(self, dy: FP8Columns, x: FP8Columns, groups: Groups, dtype: torch.dtype) -> Tensor:
         wide = _wide(x.data)
         return self._floats.weight_gradient(dy.dequantize().to(wide), x.dequantize().to(wide), groups, dtype)
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -400,7 +403,13 @@ GEMMS = ("auto", "emulated", "tensor_cores")
 
 
 def gemms_for(
-    recipe: Recipe, name: str, device: torch.device, widths: tuple[int, ...], alignment: int, has_capacity: bool
+    recipe: Recipe,
+    name: str,
+    device: torch.device,
+    widths: tuple[int, ...],
+    alignment: int,
+    has_capacity: bool,
+    num_experts: int = 1,
 ) -> FloatGemms | RowGemms | BlockGemms | ScaledGemms:
     """The GEMMs of a layer.
 
@@ -412,6 +421,7 @@ def gemms_for(
         widths: hidden sizes of tokens and experts.
         alignment: every group is a multiple of so many rows.
         has_capacity: whether the number of rows is fixed, so that on a GPU the host doesn't know the groups.
+        num_experts: of a rank.
 
     Raises:
         InvalidArgument: an unknown name, sizes that FP8 GEMMs don't take.
@@ -424,16 +434,21 @@ def gemms_for(
     multiple = _GROUPED_MULTIPLE if by_row else _SCALED_MULTIPLE
     fits = all(width % multiple == 0 for width in widths) and alignment % _GROUPED_MULTIPLE == 0
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == _HOPPER
+    can_run = is_hopper and _torch_version() >= _TESTED_TORCH
     if name == "tensor_cores":
-        if not is_hopper:
-            where = f"weights are on {device}"
-            raise NotAvailable(f"gemms is 'tensor_cores', and {where}; it needs a GPU of compute capability 9.0")
+        if not can_run:
+            needs = f"a GPU of compute capability 9.0 and torch {'.'.join(map(str, _TESTED_TORCH))} or newer"
+            raise NotAvailable(
+                f"gemms is 'tensor_cores' for weights on {device} with torch {torch.__version__}; {needs}"
+            )
         accepted = f"hidden sizes of multiples of {multiple}, and expert_alignment of {_GROUPED_MULTIPLE}"
         require(fits, "gemms", f"'tensor_cores' for widths {widths} and expert_alignment {alignment}", accepted)
+        most = f"at most {_MAX_GROUPS} with 'tensor_cores' and scales per row"
+        require(not by_row or num_experts <= _MAX_GROUPS, "experts of a rank", num_experts, most)
     if by_row:
-        return RowGemms(on_tensor_cores=is_hopper and fits and name != "emulated")
+        return RowGemms(on_tensor_cores=can_run and fits and num_experts <= _MAX_GROUPS and name != "emulated")
     if device.type == "cuda" and has_capacity and alignment % ROW_TILE:
         accepted = f"a multiple of {ROW_TILE} with num_max_tokens_per_rank and block scales on a GPU"
         raise InvalidArgument(f"expert_alignment is {alignment}; accepted: {accepted}")
-    wanted = is_hopper and fits and (name == "tensor_cores" or (name == "auto" and not has_capacity))
+    wanted = can_run and fits and (name == "tensor_cores" or (name == "auto" and not has_capacity))
     return ScaledGemms() if wanted else BlockGemms()

@@ -19,8 +19,6 @@ from .router import Router, Routes
 from .shared import SharedExperts, can_start
 
 Result = TypeVar("Result")
-_ALIGNMENT = 16  # rows: what FP8 GEMMs on Hopper take
-_FIXED_ALIGNMENT = 128  # where the host doesn't know the groups: tiles of columns must not span two experts
 
 
 def _outside_graphs(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -48,7 +46,7 @@ class MoELayer(nn.Module):
     Args:
         group: what `EPCommunicator` takes; or the communicator of another layer of equal sizes and recipe
             (`layer.comm`), with which this one then shares it. A layer closes only a communicator that it has made.
-        hidden: width of a token, a multiple of 32 (of 128 for the FP8 GEMMs of Hopper).
+        hidden: width of a token, a multiple of 32 (of 128 for block scales on Hopper).
         ffn_hidden: inner width of an expert, likewise.
         num_experts: over all ranks.
         num_topk: experts of a token.
@@ -59,8 +57,8 @@ class MoELayer(nn.Module):
         overlap_shared: whether a GPU computes shared experts on a stream of their own, beside dispatch and combine; the
             numbers are the same. On the CPU, and where `layer.shared` has hooks or has been replaced, they are called
             after the routed experts in any case.
-        expert_alignment: each expert's rows are padded to a multiple of it; None = 16, or 128 with
-            num_max_tokens_per_rank.
+        expert_alignment: each expert's rows are padded to a multiple of it; None = 16, or with block scales and
+            num_max_tokens_per_rank 128.
         num_max_tokens_per_rank: see `EPCommunicator`.
         gemms: "auto", "emulated" or "tensor_cores", see `fp4comm.moe.gemm`.
         dtype: of the weights of experts: bfloat16 or float32.
@@ -105,13 +103,14 @@ class MoELayer(nn.Module):
             self.comm = group
             _check_shared(group, self.recipe, hidden, num_experts, communicator_options)
         else:
-            default_alignment = _ALIGNMENT if num_max_tokens_per_rank is None else _FIXED_ALIGNMENT
+            if expert_alignment is None:
+                expert_alignment = self.recipe.expert_alignment(num_max_tokens_per_rank is not None)
             self.comm = EPCommunicator(
                 group,
                 num_experts=num_experts,
                 hidden=hidden,
                 precision=self.recipe.precision,
-                expert_alignment=default_alignment if expert_alignment is None else expert_alignment,
+                expert_alignment=expert_alignment,
                 num_max_tokens_per_rank=num_max_tokens_per_rank,
                 **communicator_options,
             )

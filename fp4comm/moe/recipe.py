@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import InvalidArgument, require
-from ..formats import Kind
+from ..formats import ROW_TILE, Kind
 from ..precision import Precision
 
 EXPERTS = ("float", "fp8")
 KEEPS = ("rows", "payload")
 SCALING = ("row", "block")
+_GEMM_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,16 @@ class Recipe:
     def legs(self) -> Precision:
         """`precision`, never a name."""
         return Precision.of(self.precision)
+
+    def expert_alignment(self, has_capacity: bool) -> int:
+        """Rows that those of an expert are padded to a multiple of: what FP8 GEMMs on Hopper take.
+
+        Args:
+            has_capacity: whether the number of rows is fixed. The host doesn't know the groups then, and the tiles of
+                128 rows that share block scales must not span two of them.
+        """
+        is_by_block = self.experts == "fp8" and self.scaling == "block"
+        return ROW_TILE if has_capacity and is_by_block else _GEMM_ROWS
 
     @classmethod
     def of(cls, recipe: Recipe | str) -> Recipe:
