@@ -199,7 +199,8 @@ def test_gradient_errors(tmp_path: Path, examples: None, monkeypatch: pytest.Mon
     for part in ("tokens", "gate_up", "down", "router"):
         bf16, fp8, fp4, fp4_all = (np.array(one["errors"][recipe][part]) for recipe in RECIPES)
         assert bf16.shape == (2,)
-        assert 0 < bf16.max() < fp8.max() < fp4.max() < fp4_all.max() < 0.6
+        assert 0 < bf16.max() < fp8.max() < min(fp4.max(), fp4_all.max())
+        assert max(fp4.max(), fp4_all.max()) < 0.6
         for recipe in ("fp8_flow", "fp4"):
             assert two["errors"][recipe][part] == pytest.approx(one["errors"][recipe][part], rel=0.2)
     assert 0 <= max(one["errors"]["fp4"]["choices"]) < 0.1

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fp4comm import quantize_mxfp4
 from fp4comm.backends import Rows, cpu
-from fp4comm.moe import gemm
-from fp4comm.moe.gemm import BlockGemms, FloatGemms, Groups, RowGemms, ScaledGemms
+from fp4comm.moe import FP8Rows, gemm
+from fp4comm.moe.gemm import BlockGemms, FloatGemms, FP8Turned, Groups, RowGemms, ScaledGemms
 
 SIZES = (32, 0, 144, 16)
 NUM_ROWS = sum(SIZES)
@@ -95,6 +95,7 @@ def scaled_grouped_mm(
     use_fast_accum: bool = False,
 ) -> Tensor:
     """Takes the place of `torch._scaled_grouped_mm`: refuses what torch does, and multiplies in float32."""
+    assert offs[-1] <= (a.shape[0] if b.ndim == 3 else a.shape[1])
     assert (a.dtype, b.dtype) == (torch.float8_e4m3fn,) * 2
     assert (offs.dtype, a_scales.dtype, b_scales.dtype) == (torch.int32, torch.float32, torch.float32)
     assert out_dtype == torch.bfloat16
@@ -122,6 +123,28 @@ def test_what_grouped_gemms_are_given(num_rows: int, monkeypatch: pytest.MonkeyP
     on_tensor_cores = results(RowGemms(on_tensor_cores=True), num_rows)
     for got, want in zip(on_tensor_cores, results(RowGemms(), num_rows), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-4)
+
+
+def test_long_sums_are_made_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick: list[bool] = []
+
+    def record(a: Tensor, b: Tensor, *_: Tensor, use_fast_accum: bool, **__: Any) -> Tensor:
+        quick.append(use_fast_accum)
+        return torch.empty(a.shape[0], b.shape[-1])
+
+    monkeypatch.setattr(torch, "_scaled_grouped_mm", record)
+    gemms = RowGemms(on_tensor_cores=True)
+    for num_rows, n, k in ((512, 16, 2048), (512, 16, 2064), (512, 2048, 2048), (496, 2048, 2048), (496, 2032, 2048)):
+        x, weights = FP8Rows.empty(num_rows, k), FP8Rows(torch.empty(1, n, k), torch.ones(1, n))
+        gemms.multiply(x, weights, Groups.of_sizes((num_rows,)), torch.bfloat16)
+    assert quick == [True, False, True, False, True]
+    quick.clear()
+    for sizes, known in (((2048, 16), True), ((2064, 0), True), ((16, 16), False), ((2048, 16), False)):
+        groups, num_rows = Groups.of_sizes(sizes), sum(sizes)
+        groups = groups if known else Groups(groups.ends, num_rows)
+        turned = FP8Turned(torch.empty(32, num_rows), torch.ones(2), torch.ones(num_rows))
+        gemms.weight_gradient(turned, turned, groups, torch.bfloat16)
+    assert quick == [True, False, True, False]
 
 
 @pytest.mark.parametrize("gemms", [BlockGemms(), RowGemms()], ids=["block", "row"])
