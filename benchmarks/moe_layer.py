@@ -46,7 +46,7 @@ def run(ranks: Ranks, options: argparse.Namespace) -> list[dict[str, Any]]:
     for name, sizes in options.shapes.items():
         found = measure_shape(ranks, sizes, options)
         records += [{**record, "shape": name} for record in found]
-        ranks.say(moe_report.text(records[0], records[-len(found) :]) + "\n")
+        ranks.say(moe_report.text(records[-len(found) :]) + "\n")
         if options.json and ranks.rank == 0:
             write_json_lines(options.json, records)  # a later shape may end the process
     if options.plot and ranks.rank == 0:

@@ -27,7 +27,7 @@ def plot(records: Sequence[Record], target: Path) -> None:
     mpl.use("agg")
     mpl.rcParams["svg.hashsalt"] = "fp4comm"  # so that the same figures give the same file
     run, *rest = records
-    shapes = by_shape(run, rest)
+    shapes = by_shape(rest)
     height = 1.2 + sum(0.9 + 0.32 * len(experts) for _, experts in shapes)
     figure, axes = plt.subplots(len(shapes), 1, figsize=(9, height), squeeze=False, layout="constrained")
     for axis, (title, experts) in zip(axes[:, 0], shapes, strict=True):

@@ -75,19 +75,17 @@ def variant_record(name: str, times: Sequence[Times], plain: Sequence[Times], nu
     }
 
 
-def by_shape(run: Record, records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
-    """What was measured for each shape, with a title. Older runs have a single one, which their first record tells."""
+def by_shape(records: Sequence[Record]) -> list[tuple[str, list[Record]]]:
+    """What was measured for each shape, with a title."""
     experts = [record for record in records if record["record"] == "experts"]
-    if "config" in run:
-        return [(f"{run['config']}, width {run['width']}", experts)]
     titled = [(f"{record['shape']}, {record['config']}, width {record['width']}", record) for record in experts]
     return [(title, [record for _, record in group]) for title, group in groupby(titled, lambda pair: pair[0])]
 
 
-def text(run: Record, records: Sequence[Record]) -> str:
+def text(records: Sequence[Record]) -> str:
     """What was measured, for people."""
     parts = []
-    for title, experts in by_shape(run, records):
+    for title, experts in by_shape(records):
         parts += [title, format_table(*times_table(experts))]
         if experts[0]["kernel_seconds"]:
             parts.append(f"{KERNELS}\n{format_table(*parts_table(experts))}")
@@ -101,14 +99,13 @@ def times_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     """Header and rows: accuracy, times, memory."""
     times = (column for time in ("forward ms", "with backward", "step ms") for column in (time, "x torch"))
     memory = {"kept MiB": "kept_bytes", "peak MiB": "peak_bytes"}
-    memory = {name: key for name, key in memory.items() if key == "kept_bytes" or any(key in each for each in records)}
     rows = []
     for record in records:
         noise = [ratio for ratio in record["sqnr_db"] if ratio is not None]
         cells = [record["name"], number(min(noise)) if noise else "exact"]
         for which in PASSES:
             cells += [number(1e3 * record["seconds"][which]["median"]), number(record["speedup_over_plain"][which])]
-        found = [record.get(key) for key in memory.values()]
+        found = [record.get(key) for key in memory.values()]  # not known on a CPU
         rows.append([*cells, *(number(None if value is None else value / MIB) for value in found)])
     return ["experts", "dB", *times, *memory], rows
 
@@ -116,17 +113,16 @@ def times_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 def parts_table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
     """Header and rows: where the time of a step goes. Conversions have their share of the step beside them."""
     parts = list(records[0]["kernel_seconds"])
-    with_shares = "weights" in parts  # older runs tell fewer parts apart
     rows = []
     for record in records:
         seconds, step = record["kernel_seconds"], record["seconds"]["step"]["median"]
         cells = [record["name"]]
         for part in parts:
             cells.append(number(1e3 * seconds[part]))
-            if with_shares and part in CONVERSIONS and seconds[part]:
+            if part in CONVERSIONS and seconds[part]:
                 cells[-1] += f" ({percent(seconds[part] / step)})"
-        rows.append([*cells, *([percent(sum(seconds[part] for part in CONVERSIONS) / step)] if with_shares else [])])
-    return ["experts", *parts, *(["conversions"] if with_shares else [])], rows
+        rows.append([*cells, percent(sum(seconds[part] for part in CONVERSIONS) / step)])
+    return ["experts", *parts, "conversions"], rows
 
 
 def percent(share: float) -> str:

@@ -221,7 +221,7 @@ def hosts_table(run: Record, records: Sequence[Record]) -> str:
 def moe_table(run: Record, records: Sequence[Record]) -> str:
     """Experts by recipe, and where the time of a step goes; for each shape."""
     parts = []
-    for title, experts in moe_report.by_shape(run, records):
+    for title, experts in moe_report.by_shape(records):
         parts.append(f"{title}:\n\n{markdown(*moe_report.times_table(experts))}")
         parts.append(f"{moe_report.KERNELS}:\n\n{markdown(*moe_report.parts_table(experts))}")
     where = f"{run['ranks']} ranks, {run['gpu']} each"
