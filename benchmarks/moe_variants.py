@@ -45,14 +45,21 @@ class PlainExperts(nn.Module):
         experts = torch.arange(theirs.shape[1], device=x.device).repeat(size)
         by_expert = experts.repeat_interleave(theirs.reshape(-1), output_size=sum(received)).argsort(stable=True)
         y = self._experts(rows[by_expert], theirs.sum(0).cumsum(0).int())
-        y = torch.zeros_like(y).index_copy(0, by_expert, y)
+        y = y[inverse(by_expert)]  # a gather keeps its index for backward, index_copy all rows
         y = all_to_all_single_autograd(y, sent, received, self.group)
-        y = y * topk_weights.reshape(-1)[order, None]
-        return torch.zeros(x.shape, device=x.device).index_add(0, order // topk_idx.shape[1], y).to(x.dtype)
+        y = y[inverse(order)].view(*topk_idx.shape, -1)
+        return (y * topk_weights.to(y.dtype)[..., None]).sum(dim=1)
 
     def _experts(self, rows: Tensor, ends: Tensor) -> Tensor:
         gate, up = torch._grouped_mm(rows, self.gate_up.transpose(1, 2), offs=ends).chunk(2, dim=1)
         return torch._grouped_mm(nn.functional.silu(gate) * up, self.down.transpose(1, 2), offs=ends)
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Where each row went."""
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places
 
 
 class Variant:

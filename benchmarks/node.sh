@@ -4,10 +4,10 @@
 #
 #     benchmarks/node.sh [--dry-run] [OUT_DIR]       default: build/node
 #
-# --dry-run prints the commands. Everything ends within NODE_SECS (default 470); a step that fails or has no time left
-# does not stop the others; the exit status is 1 if there was any.
+# --dry-run prints the commands. No step goes on after NODE_SECS (default 470), but for 10 s to end in; a step that fails or
+# has no time left does not stop the others; the exit status is 1 if there was any.
 #
-# Environment: NODE_SECS; GPUS = how many to use (default: all that torch finds); PYTHON (default: .venv/bin/python, or
+# Environment: NODE_SECS; GPUS = how many to use, the first of those that torch finds (default: all); PYTHON (default: .venv/bin/python, or
 # python3); MPIRUN (default: the one beside PYTHON, or that on the path). Variables of NCCL, such as NCCL_NVLS_ENABLE=0,
 # reach all ranks as they are.
 set -euo pipefail
@@ -50,6 +50,8 @@ if [[ ! $gpus =~ ^[0-9]+$ ]] || ((gpus < 2)); then
     echo "error: $gpus GPUs; accepted: at least two, or GPUS=8 with --dry-run" >&2
     exit 2
 fi
+[[ -n ${CUDA_VISIBLE_DEVICES:-} ]] || CUDA_VISIBLE_DEVICES=$(seq -s , 0 $((gpus - 1)))
+export CUDA_VISIBLE_DEVICES
 experts=256
 sizes=()
 for ranks in 8 4; do
@@ -78,7 +80,8 @@ step() {
         failed+=("$name: no time left")
         return
     fi
-    timeout --kill-after=10 "$secs" "$@" >"$out/logs/$name.log" 2>&1 </dev/null || status=$?
+    # As Ctrl-C, after which pytest stops what it has started in other sessions.
+    timeout --signal=INT --kill-after=10 "$secs" "$@" >"$out/logs/$name.log" 2>&1 </dev/null || status=$?
     if ((status == 0)); then
         echo "$name: $((SECONDS - start)) s"
         return
@@ -90,7 +93,7 @@ step() {
     tail -n 15 "$out/logs/$name.log"
 }
 
-# With mpirun and with torchrun; a MODULE or a file and its options follow the number of ranks.
+# With mpirun and with torchrun; a module and its options follow the number of ranks.
 on_mpi() {
     local name=$1 secs=$2 ranks=$3
     shift 3
@@ -116,7 +119,6 @@ for ranks in "${sizes[@]}"; do
 done
 on_torch moe_layer 90 "$largest" benchmarks.moe_layer --shape deepseek-v3 --secs 6 \
     --json "$out/moe_layer.jsonl" --plot "$out/moe_layer.png"
-step tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_node_gpu.py
 for ranks in "${sizes[@]}"; do
     on_torch "legs_ep$ranks" 60 "$ranks" benchmarks.legs --tokens 4096,8192 --hidden 7168 --topk 8 \
         --experts "$experts" --wires bf16,fp8,mxfp4 --layouts rank,expert \
@@ -125,6 +127,7 @@ done
 on_mpi sizes 60 "$largest" benchmarks.bandwidth --layout rank --cached --wires bf16,mxfp4 --experts "$experts" \
     --tokens 32,128,512,2048,8192 --warmup-secs 1 --secs 5 --json "$out/sizes.jsonl"
 step plot 20 "$python" -m benchmarks.plot "$out/sizes.jsonl" "$out/sizes.png"
+step tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_node_gpu.py
 on_mpi latency 60 "$largest" benchmarks.bandwidth --latency --experts "$experts" --warmup-secs 1 --secs 5 \
     --json "$out/latency.jsonl"
 

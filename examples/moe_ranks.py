@@ -83,7 +83,7 @@ class Ranks:
 
     def command_line(self, program: str) -> str:
         """The command that was given, as it reads on any machine: without --resume and folders of this one."""
-        arguments = sys.argv[1:]
+        arguments = [part for argument in sys.argv[1:] for part in argument.split("=", 1)]
         if "--resume" in arguments:
             place = arguments.index("--resume")
             has_file = not "".join(arguments[place + 1 : place + 2]).startswith("--")

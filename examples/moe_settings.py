@@ -147,7 +147,7 @@ def make_parser(description: str) -> argparse.ArgumentParser:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What is trained, on what, and where it is computed."""
     add = parser.add_argument
-    add("--preset", choices=PRESETS, default="small", help="defaults of the other options: large is meant for two GPUs")
+    add("--preset", choices=PRESETS, default="small", help="defaults of the other options: large is meant for GPUs")
     add(
         "--text",
         choices=TEXTS,
@@ -221,6 +221,8 @@ def check_names(settings: Settings) -> None:
             Recipe.of(settings.source(name))
         else:
             Precision.of(settings.source(name))
+    if settings.save_trace and settings.resume:
+        raise InvalidArgument("--save-trace is given with --resume; accepted: one of them")
     if not settings.recipes:
         return
     if settings.save_trace:

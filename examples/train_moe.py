@@ -130,6 +130,7 @@ def take_up(report: Report, settings: Settings, ranks: Ranks) -> None:
     then = {name: before.settings.get(name) for name in settings.comparable()}
     pairs = [(name, value, then[name]) for name, value in settings.comparable().items()]
     pairs += [(name, getattr(report, name), getattr(before, name)) for name in ("kind", "machine", "num_ranks")]
+    pairs += [(name, getattr(report, name), getattr(before, name)) for name in ("versions", "transport")]
     pairs += [("text", report.corpus["digest"], before.corpus["digest"])]
     for name, value, other in pairs:
         if value != other:

@@ -275,6 +275,7 @@ def test_presets_are_as_large_as_they_say(preset: str, weights: float, tokens: f
         (["--recipes", "bf16", "--wires", "bf16"], "not allowed with"),
         (["--recipes", "--expert-hidden", "48"], "--expert-hidden is 48"),
         (["--recipes", "--save-trace", "x"], "--save-trace"),
+        (["--resume", "--save-trace", "x"], "--save-trace"),
         (["--preset", "huge"], "'huge'"),
         (["--text", "books"], "'books'"),
         pytest.param(

@@ -26,6 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+_POOL_SIZE = 32  # of torch's streams, per device
+_taken: set[tuple[int, int]] = set()
+
 
 class SharedExperts(nn.Module):
     """A SwiGLU network that every token goes through."""
@@ -50,7 +53,8 @@ class SharedExperts(nn.Module):
 def can_start(shared: nn.Module | None) -> bool:
     """Whether it is `SharedExperts` as they are here: `start` calls neither hooks nor a subclass's `forward`."""
     hooks = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    return type(shared) is SharedExperts and not any(getattr(shared, name) for name in hooks)
+    is_ours = type(shared) is SharedExperts and "forward" not in vars(shared)
+    return is_ours and not any(getattr(shared, name) for name in hooks)
 
 
 class Lane:
@@ -75,6 +79,10 @@ class Lane:
         with torch.cuda.stream(side):
             yield
 
+    def __del__(self) -> None:
+        """What the side stream reads must not be freed before: after an error in backward nobody else has joined."""
+        self.join()
+
     def join(self) -> None:
         """Has the stream that forked wait. Does nothing a second time."""
         if self._streams is not None:
@@ -88,7 +96,12 @@ class Lane:
 def _side_stream(device: int, current: int) -> torch.cuda.Stream:
     """One for each stream that forks. If callers shared it, work of one would wait behind that of another, which may
     wait for messages that the first has yet to send: ranks that are threads of one process would wait for ever."""
-    return torch.cuda.Stream(device)
+    for _ in range(_POOL_SIZE):  # torch hands out the same ones again and again
+        stream = torch.cuda.Stream(device)
+        if stream.cuda_stream != current and (device, stream.cuda_stream) not in _taken:
+            break
+    _taken.add((device, stream.cuda_stream))
+    return stream
 
 
 class Started:
