@@ -23,7 +23,6 @@ from .pool import Options, Pool
 
 OLDEST = (0, 16)
 POOL = Pool()
-# Rows of an expert, as in fp4comm.moe.MoELayer: what FP8 GEMMs take, and with fixed shapes a tile of columns.
 _LINEARS = {"gate_up": "linear_fc1", "down": "linear_fc2"}
 # Settings of which GroupedExperts knows one value alone, and what to do about others.
 _KNOWN = {
@@ -86,6 +85,9 @@ class Experts(GroupedExperts):
 
     Weights start as those of Megatron's `SequentialMLP` do, drawn from the same random numbers. `load_state_dict` takes
     those of its three classes of experts, too.
+
+    What FP8 GEMMs read of the weights is made anew after each backward pass, up to and with the next forward pass whose
+    results have gradients. Call `forget_operands()` where something writes through `.data` at another time.
 
     Args:
         num_local_experts: of this rank.
@@ -168,11 +170,11 @@ class Experts(GroupedExperts):
         """
         if self._may_be_stale:
             self.forget_operands()
-            self._may_be_stale = False
         num_experts = self.config.num_moe_experts
         comm = POOL.get(self.ep_group, num_experts, self.hidden, self._options, self._alignment)
         out = super().forward(tokens, topk_idx, topk_weights, comm)
-        if out.requires_grad:
+        if out.requires_grad:  # others (evaluation, logging) may come between the backward pass and the step
+            self._may_be_stale = False
             out.register_hook(self._note_backward)
         return out, None
 

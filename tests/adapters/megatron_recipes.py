@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,36 +98,100 @@ def layouts() -> dict[str, bool]:
     return kept
 
 
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    """An empty folder for all ranks of a host, removed afterwards by rank 0, which made it."""
+    with contextlib.ExitStack() as stack:
+        is_first = dist.get_rank() == 0
+        folders = [stack.enter_context(tempfile.TemporaryDirectory()) if is_first else None]
+        dist.broadcast_object_list(folders)
+        yield Path(str(folders[0]))
+        dist.barrier()
+
+
 def checkpoints() -> dict[str, bool]:
     """Whether either kind of experts reads Megatron's distributed checkpoints of the other, also on fewer ranks."""
     checkpointing = host("dist_checkpointing")
     stand_in_for_synchronize()
-    folders: list[str] = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folders)
     start(dist.get_world_size())
-    expected = {}
-    for saver, options in KINDS.items():
-        model = gpt_model(configure(**GATED), options)
-        tell_experts_apart(model)
-        folder = Path(folders[0], saver)
-        folder.mkdir(exist_ok=True)
-        checkpointing.save(model.sharded_state_dict(), str(folder))
-        expected[saver] = own_loss(model)
-    read = {}
-    for expert_parallel, saver, reader in (
-        (2, "stock", "fp4comm"),
-        (2, "fp4comm", "stock"),
-        (1, "stock", "fp4comm"),
-        (1, "fp4comm", "fp4comm"),
-    ):
-        start(expert_parallel)
-        other = gpt_model(configure(**GATED, init_method_std=0.1), KINDS[reader])
-        other.load_state_dict(checkpointing.load(other.sharded_state_dict(), str(Path(folders[0], saver))))
-        is_close = abs(own_loss(other) / expected[saver] - 1) < 1e-6
-        read[f"{saver} to {reader} on {expert_parallel}"] = is_close
-    dist.barrier()
-    shutil.rmtree(folders[0], ignore_errors=True)
+    expected, read = {}, {}
+    with shared_folder() as folder:
+        for saver, options in KINDS.items():
+            model = gpt_model(configure(**GATED), options)
+            tell_experts_apart(model)
+            Path(folder, saver).mkdir(exist_ok=True)
+            checkpointing.save(model.sharded_state_dict(), str(folder / saver))
+            expected[saver] = own_loss(model)
+        for expert_parallel, saver, reader in (
+            (2, "stock", "fp4comm"),
+            (2, "fp4comm", "stock"),
+            (1, "stock", "fp4comm"),
+            (1, "fp4comm", "fp4comm"),
+        ):
+            start(expert_parallel)
+            other = gpt_model(configure(**GATED, init_method_std=0.1), KINDS[reader])
+            other.load_state_dict(checkpointing.load(other.sharded_state_dict(), str(folder / saver)))
+            is_close = abs(own_loss(other) / expected[saver] - 1) < 1e-6
+            read[f"{saver} to {reader} on {expert_parallel}"] = is_close
     return read
+
+
+def optimizer_states() -> dict[str, float]:
+    """How far a step from a checkpoint of the other kind's leads from the saver's own: part of the change of its loss.
+
+    The checkpoint has weights and state of Megatron's FP32 optimizer.
+    """
+    checkpointing = host("dist_checkpointing")
+    stand_in_for_synchronize()
+    start(dist.get_world_size())
+    distances = {}
+    for saver, reader in (("stock", "fp4comm"), ("fp4comm", "stock")):
+        model = gpt_model(configure(**GATED), KINDS[saver])
+        tell_experts_apart(model)
+        optimizer = fp32_optimizer(model)
+        for seed in range(2):
+            take_step(model, optimizer, seed)
+        with shared_folder() as folder:
+            weights = model.sharded_state_dict()
+            state = {"model": weights, "optimizer": optimizer.sharded_state_dict(weights)}
+            checkpointing.save(state, str(folder))
+            other = gpt_model(configure(**GATED, init_method_std=0.1), KINDS[reader])
+            other_optimizer = fp32_optimizer(other)
+            weights = other.sharded_state_dict()
+            wanted = {"model": weights, "optimizer": other_optimizer.sharded_state_dict(weights, is_loading=True)}
+            state = checkpointing.load(wanted, str(folder))
+        other.load_state_dict(state["model"])
+        other_optimizer.load_state_dict(state["optimizer"])
+        before = own_loss(model)
+        take_step(model, optimizer, 2)
+        take_step(other, other_optimizer, 2)
+        distances[reader] = abs((own_loss(other) - own_loss(model)) / (own_loss(model) - before))
+    return distances
+
+
+def fp32_optimizer(model: Any) -> Any:
+    """Megatron's, with AdamW of torch."""
+    kind = host("optimizer.optimizer").FP32Optimizer
+    keys = host("optimizer.optimizer").param_group_identifier_keys  # by which groups of a checkpoint are found
+    parameters = list(model.parameters())
+
+    def begin(optimizer: torch.optim.Optimizer, config: Any) -> None:
+        for parameter in parameters:
+            for name in ("exp_avg", "exp_avg_sq"):
+                optimizer.state[parameter][name] = torch.zeros_like(parameter)
+
+    adam = torch.optim.AdamW([{"params": parameters, **dict.fromkeys(keys, 1.0)}], lr=2e-3, eps=1e-5)
+    optimizer = kind.__new__(kind)  # its own constructor only adds a number on a CUDA device
+    super(kind, optimizer).__init__(adam, None, begin)
+    optimizer.is_stub_optimizer = False
+    return optimizer
+
+
+def take_step(model: Any, optimizer: Any, seed: int) -> None:
+    optimizer.zero_grad()
+    loss_of(model, texts(8, seed)[own_share()]).backward()
+    average_gradients(model)
+    optimizer.optimizer.step()
 
 
 def own_loss(model: Any) -> float:
@@ -171,11 +236,24 @@ def follows_weights() -> dict[str, bool]:
     again.sum().backward()
     layer.experts.down.data.mul_(2)
     after, _ = layer(tokens)
-    return {"kept": is_kept, "same": torch.equal(before, again), "twice": torch.equal(after, 2 * before)}
+    after.sum().backward()
+    with torch.no_grad():
+        evaluated, _ = layer(tokens)
+        layer.experts.down.data.mul_(2)
+        evaluated_later, _ = layer(tokens)
+    last, _ = layer(tokens)
+    return {
+        "kept": is_kept,
+        "same": torch.equal(before, again),
+        "twice": torch.equal(after, 2 * before),
+        "evaluated before a step": torch.equal(evaluated, after),
+        "evaluated after it": torch.equal(evaluated_later, 2 * evaluated),
+        "twice after an evaluation": torch.equal(last, 2 * evaluated),
+    }
 
 
 def kept_bytes(options: dict[str, Any] | None, **settings: Any) -> int:
-    """What autograd keeps of a BF16 layer's forward pass on all ranks, but for parameters."""
+    """What the graph of a BF16 layer's forward pass keeps on all ranks, but for weights and what is made of them."""
     start(dist.get_world_size())
     bf16: dict[str, Any] = {"params_dtype": torch.bfloat16, "bf16": True}
     layer = moe_layer(configure(**{**GATED, **bf16, **settings}), options).bfloat16()
@@ -192,10 +270,34 @@ def kept_bytes(options: dict[str, Any] | None, **settings: Any) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output, _ = layer(x)
+    for node in nodes_behind(output.grad_fn):
+        for tensor in tensors_in(getattr(node, "__dict__", {})):
+            pack(tensor)
     total = torch.tensor(sum(storages.values()))
     dist.all_reduce(total)
-    del output
     return int(total)
+
+
+def nodes_behind(node: Any) -> set[Any]:
+    """All of the graph from which this one gets there, with itself."""
+    found, ahead = set(), [node]
+    while ahead:
+        node = ahead.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            ahead += [before for before, _ in node.next_functions]
+    return found
+
+
+def tensors_in(kept: Any) -> Iterator[Tensor]:
+    """Those that an attribute of an autograd function holds, but not those of modules or communicators."""
+    if isinstance(kept, Tensor):
+        yield kept
+    elif dataclasses.is_dataclass(kept):
+        yield from tensors_in(vars(kept))
+    elif isinstance(kept, dict | list | tuple):
+        for part in kept.values() if isinstance(kept, dict) else kept:
+            yield from tensors_in(part)
 
 
 def errors() -> dict[str, str]:
@@ -249,9 +351,10 @@ def on_two_ranks(group: Any) -> dict[str, Any]:
         "first weights": first_weights_are_stock(),
         "layouts": layouts(),
         "checkpoints": checkpoints(),
+        "optimizer states": optimizer_states(),
         "data parallel": {size: data_parallel(size) for size in (1, 2)},
         "follows weights": follows_weights(),
-        "kept": {name: kept_bytes(options) for name, options in KEPT.items()},
+        "kept": {name: kept_bytes(options, **settings) for name, (options, settings) in KEPT.items()},
         "errors": errors(),
         "trained": trained(),
     }
@@ -259,7 +362,12 @@ def on_two_ranks(group: Any) -> dict[str, Any]:
     return results
 
 
-KEPT: dict[str, dict[str, Any] | None] = {"stock": None, **{recipe: {"recipe": recipe} for recipe in RECIPES}}
+# `bias_activation_fusion` is on where Megatron's training scripts don't say otherwise.
+KEPT: dict[str, tuple[dict[str, Any] | None, dict[str, Any]]] = {
+    "SequentialMLP, fused SwiGLU": (None, {"bias_activation_fusion": True}),
+    "SequentialMLP": (None, {}),
+    **{f"fp4comm {recipe}": ({"recipe": recipe}, {}) for recipe in RECIPES},
+}
 
 
 def training_table(num_steps: int = 32) -> str:
@@ -281,10 +389,10 @@ def training_table(num_steps: int = 32) -> str:
 def kept_table() -> str:
     """What a layer keeps for backward, for docs/megatron.md."""
     sizes = {"hidden_size": 1024, "moe_ffn_hidden_size": 512, "num_moe_experts": 16, "moe_router_topk": 4}
-    kept = {name: kept_bytes(options, **sizes) for name, options in KEPT.items()}
-    rows = ["| experts | kept per token | of Megatron's |", "|---|---:|---:|"]
-    num_tokens = 128 * dist.get_world_size()
-    rows += [f"| {name} | {size / num_tokens:,.0f} | {size / kept['stock']:.3f} |" for name, size in kept.items()]
+    kept = {name: kept_bytes(options, **sizes, **settings) for name, (options, settings) in KEPT.items()}
+    rows = ["| experts | kept per token | of fused |", "|---|---:|---:|"]
+    num_tokens, fused = 128 * dist.get_world_size(), next(iter(kept.values()))
+    rows += [f"| {name} | {size / num_tokens:,.0f} | {size / fused:.3f} |" for name, size in kept.items()]
     return "\n".join(rows)
 
 

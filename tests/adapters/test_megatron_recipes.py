@@ -84,7 +84,9 @@ def test_bytes_on_the_wire(two: dict[str, Any]) -> None:
 @pytest.mark.mpi
 def test_payload_is_what_is_kept(two: dict[str, Any]) -> None:
     kept = two["kept"]
-    assert kept["fp4"] < kept["fp8_flow"] < kept["bf16"] < kept["stock"]
+    fused, unfused = kept["SequentialMLP, fused SwiGLU"], kept["SequentialMLP"]
+    assert kept["fp4comm fp4"] < kept["fp4comm fp8_flow"] < kept["fp4comm bf16"] < unfused
+    assert kept["fp4comm fp4"] < fused < unfused
 
 
 @pytest.mark.mpi
@@ -105,13 +107,22 @@ def test_distributed_checkpoints(two: dict[str, Any]) -> None:
 
 
 @pytest.mark.mpi
+@pytest.mark.parametrize("reader", ["stock", "fp4comm"])
+def test_optimizer_states_of_the_other_kind(two: dict[str, Any], reader: str) -> None:
+    assert two["optimizer states"][reader] < 1e-4
+
+
+@pytest.mark.mpi
 @pytest.mark.parametrize("expert_parallel", [1, 2])
 def test_gradients_of_megatrons_data_parallelism(two: dict[str, Any], expert_parallel: int) -> None:
     assert two["data parallel"][expert_parallel] < GRADIENTS
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("what", ["kept", "same", "twice"])
+@pytest.mark.parametrize(
+    "what",
+    ["kept", "same", "twice", "evaluated before a step", "evaluated after it", "twice after an evaluation"],
+)
 def test_operands_are_made_again_after_a_step(two: dict[str, Any], what: str) -> None:
     assert two["follows weights"][what]
 
