@@ -24,8 +24,8 @@ SETTINGS: dict[str, Any] = {
     "params_dtype": torch.bfloat16,
     "bf16": True,
 }
-# Distances of loss curves as parts of the mean loss, at most. Estimates, as are the 0.7 and 0.1 in `compare`: they held on
-# two H200, where the distances themselves were not recorded.
+# Distances of loss curves as parts of the mean loss, at most. Estimates, as are the 0.7 and 0.1 in `compare`: they held
+# on two H200, where the distances themselves were not recorded.
 MOST = {"bf16": 0.02, "fp4": 0.05, "recipe bf16": 0.02, "recipe fp8_flow": 0.03, "recipe fp4": 0.05}
 
 
