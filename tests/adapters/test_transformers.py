@@ -95,6 +95,33 @@ def test_bytes_on_the_wire(two: dict[str, Any]) -> None:
 
 @needs_transformers
 @pytest.mark.mpi
+def test_table_of_the_documentation(two: dict[str, Any]) -> None:
+    """Of one family, for a short task of real text; the distances from stock's curve are in percent."""
+    rows = [row.strip("|").split("|") for row in two["table"].splitlines()[2:]]
+    first, last, distances = ({row[2].strip(): row[column].strip() for row in rows} for column in (3, 4, 5))
+    assert list(first) == ["all_to_all", "its twin", "fp4comm", "fp4comm fp8", "fp4comm mxfp4"]
+    assert all(float(last[name]) < float(first[name]) for name in first)
+    chance, fp4, fp8, mxfp4 = (float(distance.removesuffix("%")) for name, distance in distances.items() if distance)
+    assert chance < 0.01
+    assert chance <= fp8 < fp4 < 0.2
+    assert fp8 < mxfp4 < 0.3
+
+
+@needs_transformers
+def test_texts() -> None:
+    """Source code and English, which says "the" three times as often; the same sequences each time."""
+    torch: Any = importlib.import_module("torch")
+    code, prose = models.source_code(), models.prose()
+    assert prose.count(b" the ") / len(prose) > 2 * code.count(b" the ") / len(code)
+    one, again, other = (torch.stack(models.windows(prose, 2, 64, seed)) for seed in (0, 0, 1))
+    assert one.shape == (2, models.NUM_SEQUENCES, 64)
+    assert all(bytes(sequence.tolist()) in prose for sequence in one.flatten(0, 1))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+
+
+@needs_transformers
+@pytest.mark.mpi
 def test_layers_share_a_communicator(two: dict[str, Any]) -> None:
     assert two["fine-tuned fp4comm"].num_communicators == 1
 

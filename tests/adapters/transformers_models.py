@@ -1,16 +1,20 @@
 """What the ranks of test_transformers.py do: tiny models of five families, trained with and without expert parallelism.
 
-`torchrun --nproc-per-node 2 tests/adapters/transformers_models.py` prints the table of docs/transformers.md.
+`torchrun --nproc-per-node 2 tests/adapters/transformers_models.py` prints the table of docs/transformers.md, and with
+the argument `counting` that of the task that the tests use.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+import sysconfig
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,17 +26,50 @@ import fp4comm
 FAMILIES = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "deepseek_v3")
 VOCABULARY = 64
 LENGTH = 24
-LEARNING_RATE = 5e-4  # of fine-tuning
-PRETRAINING = 64  # steps
+NUM_SEQUENCES = 16  # of both ranks together, in a step of fine-tuning
 LEGS = ("dispatch", "combine", "grad_dispatch", "grad_combine")
 Losses = list[float]
 Differences = dict[str, float]
 
 
-def tiny_config(family: str, hidden: int = 64) -> Any:
+@dataclass(frozen=True)
+class Optimization:
+    """How AdamW is used.
+
+    AdamW divides a gradient by its size plus eps, so that with its usual eps of 1e-8 the last bit of a gradient near
+    zero decides on the sign of a whole step. An eps near the size of the gradients keeps rounding what it is.
+    """
+
+    rate: float = 1e-3
+    warm_up: int = 1  # steps until the learning rate, which rises linearly, is reached
+    eps: float = 1e-5
+
+    def rate_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        return self.rate * min(1.0, (step + 1) / self.warm_up)
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Steps of training: sequences for each, `[NUM_SEQUENCES, length]` int64, and the optimizer's settings."""
+
+    batches: list[Tensor] = field(default_factory=list)
+    optimization: Optimization = Optimization()
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a model learns first, and what it is fine-tuned on."""
+
+    vocabulary: int
+    before: Lesson
+    after: Lesson
+
+
+def tiny_config(family: str, hidden: int = 64, vocabulary: int = VOCABULARY) -> Any:
     """A configuration of the family with two layers, of which at least one has experts."""
     common: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
+        "vocab_size": vocabulary,
         "hidden_size": hidden,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
@@ -83,9 +120,45 @@ def texts(num_sequences: int, seed: int, first_step: int = 1) -> Tensor:
     return 3 + (start + step * torch.arange(LENGTH)) % (VOCABULARY - 3)
 
 
+def counting(num_steps: int = 32) -> Task:
+    """A task of a few seconds: to count by other steps. Its loss falls so fast that small errors show."""
+    before = [texts(NUM_SEQUENCES, -seed) for seed in range(1, 65)]
+    after = [texts(NUM_SEQUENCES, seed, 4) for seed in range(num_steps)]
+    return Task(VOCABULARY, Lesson(before, Optimization(2e-3)), Lesson(after, Optimization(5e-4)))
+
+
+def source_code() -> bytes:
+    """The sources of the Python standard library, without what is not part of every installation or hardly text."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages"}
+    names = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    return b"".join((root / name).read_bytes() for name in names if not left_out & set(name.parts))
+
+
+def prose() -> bytes:
+    """English: Python's documentation of its language, which comes with every Python for `help`."""
+    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def windows(text: bytes, num_steps: int, length: int, seed: int) -> list[Tensor]:
+    """For each step, sequences of bytes that begin anywhere in the text."""
+    random = torch.Generator().manual_seed(seed)
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    starts = torch.randint(len(data) - length + 1, (num_steps, NUM_SEQUENCES, 1), generator=random)
+    return list(data[starts + torch.arange(length)].long())
+
+
+def reading(num_steps_before: int = 300, num_steps: int = 64, length: int = 128) -> Task:
+    """Bytes of real text: a model that has read source code is fine-tuned on prose."""
+    before = Lesson(windows(source_code(), num_steps_before, length, 0), Optimization(1e-3, 20, 1e-8))
+    after = Lesson(windows(prose(), num_steps, length, 1), Optimization(2e-4, 8, 1e-8))
+    return Task(256, before, after)
+
+
 @contextmanager
-def saved_model(group: Any, config: Any, favourites: int = 0, num_steps: int = 0) -> Iterator[str]:
-    """A folder with a model of that configuration, in float32, the same for all ranks, after some steps of training.
+def saved_model(group: Any, config: Any, favourites: int = 0, lesson: Lesson = Lesson()) -> Iterator[str]:
+    """A folder with a model of that configuration, in float32, the same for all ranks, after a lesson.
 
     Routers with a bias prefer the first few experts so much that nobody takes any other.
     """
@@ -101,7 +174,7 @@ def saved_model(group: Any, config: Any, favourites: int = 0, num_steps: int = 0
                     parameter.add_(torch.randn_like(parameter), alpha=0.02)
                     if name.endswith("router.bias"):
                         parameter[:favourites] += 100
-            Run(model, [texts(16, -seed) for seed in range(1, num_steps + 1)], slice(None), 2e-3)
+            Run(model, lesson, slice(None))
             model.save_pretrained(folder)
         dist.barrier(group)
         yield shared[0]
@@ -133,17 +206,15 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class Run:
-    """What a few steps of AdamW leave: losses, the first gradients, the last parameters.
+    """What a lesson leaves: losses, the first gradients, the last parameters."""
 
-    AdamW divides a gradient by its size plus eps, so that with the default eps of 1e-8 the last bit of a gradient near
-    zero decides on the sign of a whole step. An eps near the size of the gradients keeps rounding what it is.
-    """
-
-    def __init__(self, model: Any, batches: list[Tensor], own: slice, lr: float, group: Any = None) -> None:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=1e-5, foreach=False)  # some are DTensors
+    def __init__(self, model: Any, lesson: Lesson, own: slice, group: Any = None) -> None:
+        how = lesson.optimization
+        optimizer = torch.optim.AdamW(model.parameters(), eps=how.eps, foreach=False)  # some are DTensors
         self.losses: Losses = []
         self.gradients: dict[str, Tensor] = {}
-        for ids in batches:
+        for step, ids in enumerate(lesson.batches):
+            optimizer.param_groups[0]["lr"] = how.rate_at(step)
             part = ids[own].to(model.device)
             loss = model(input_ids=part, labels=part, use_cache=False).loss
             optimizer.zero_grad()
@@ -182,11 +253,11 @@ def compare(
     group: Any, family: str, implementation: str, *, favourites: int = 0, tp_size: int = 1, **options: Any
 ) -> Differences:
     """The largest differences between training in one process and with experts over the ranks."""
-    batches = [texts(8, seed) for seed in range(3)]
+    lesson = Lesson([texts(8, seed) for seed in range(3)])
     with saved_model(group, tiny_config(family), favourites) as folder:
-        alone = Run(load(folder), batches, slice(None), 1e-3)
+        alone = Run(load(folder), lesson, slice(None))
         model = load(folder, implementation, tp_size, **options)
-        spread = Run(model, batches, share(group, tp_size), 1e-3, group)
+        spread = Run(model, lesson, share(group, tp_size), group)
     losses = zip(alone.losses, spread.losses, strict=True)
     return {
         "losses": max(abs(one - other) / one for one, other in losses),
@@ -279,8 +350,8 @@ class FineTuning:
         return sum(self.sent[leg] for leg in legs or LEGS) / (len(legs or LEGS) * self.per_choice)
 
 
-def fine_tune(group: Any, folder: str, implementation: str, num_steps: int = 16, nudge: float = 0.0) -> FineTuning:
-    """Trains all parameters of a model on sequences of other steps; its weights are larger by a part `nudge`."""
+def fine_tune(group: Any, folder: str, implementation: str, lesson: Lesson, nudge: float = 0.0) -> FineTuning:
+    """Trains all parameters of a model; its weights are larger by a part `nudge`."""
     adapter: Any = importlib.import_module("fp4comm.adapters.transformers")
     adapter.close()
     model = load(folder, implementation)
@@ -297,7 +368,7 @@ def fine_tune(group: Any, folder: str, implementation: str, num_steps: int = 16,
     for module in model.modules():
         if hasattr(module, "down_proj") and hasattr(module, "num_experts"):
             module.register_forward_pre_hook(count)
-    losses = Run(model, [texts(16, seed, 4) for seed in range(num_steps)], share(group), LEARNING_RATE, group).losses
+    losses = Run(model, lesson, share(group), group).losses
     comms = adapter.communicators()
     own: tuple[Counter[str], int] = (sum((comm.traffic for comm in comms), Counter()), chosen_elsewhere * hidden * 2)
     of_all: list[Any] = [None] * dist.get_world_size(group)
@@ -319,8 +390,11 @@ def on_two_ranks(group: Any) -> dict[str, Any]:
     results["sharded"] = compare_sharded(group, "gpt_oss")
     results["bf16"] = compare_logits(group, "olmoe", "bf16", "all_to_all", torch.bfloat16)
     results["errors"] = errors(group)
-    with saved_model(group, tiny_config("olmoe", 256), num_steps=PRETRAINING) as folder:
-        results |= {f"fine-tuned {name}": fine_tune(group, folder, name) for name in ("all_to_all", "fp4comm")}
+    task = counting(16)
+    with saved_model(group, tiny_config("olmoe", 256), lesson=task.before) as folder:
+        names = ("all_to_all", "fp4comm")
+        results |= {f"fine-tuned {name}": fine_tune(group, folder, name, task.after) for name in names}
+    results["table"] = table(group, reading(4, 8, 16), ("deepseek_v3",))
     adapter.close()
     return results
 
@@ -338,38 +412,40 @@ def on_four_ranks(group: Any) -> dict[str, Any]:
     return results
 
 
-def family_rows(group: Any, family: str, folder: str, num_steps: int) -> list[str]:
+def family_rows(group: Any, family: str, folder: str, lesson: Lesson) -> list[str]:
     """Of one model."""
     fields = tiny_config(family).to_dict()
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = next(fields[name] for name in names if name in fields)
     start = f"| {family} | {fields['num_experts_per_tok']} of {num_experts} |"
-    stock = fine_tune(group, folder, "all_to_all", num_steps)
+    stock = fine_tune(group, folder, "all_to_all", lesson)
     rows = [f"{start} all_to_all | {stock.losses[0]:.3f} | {stock.last():.4f} | | | |"]
     for name in ("all_to_all", "fp4comm", "fp4comm fp8", "fp4comm mxfp4"):
         is_twin = name == "all_to_all"  # what chance does
-        run = fine_tune(group, folder, name, num_steps, nudge=1e-6 if is_twin else 0)
-        sent = " | " if is_twin else f"{run.share('dispatch'):.3f} | {run.share():.3f}"
+        run = fine_tune(group, folder, name, lesson, nudge=1e-6 if is_twin else 0)
+        sent = "| | |" if is_twin else f"| {run.share('dispatch'):.3f} | {run.share():.3f} |"
         title = "its twin" if is_twin else name
-        rows += [f"{start} {title} | {run.losses[0]:.3f} | {run.last():.4f} | {run.distance(stock):.2%} | {sent} |"]
+        rows += [f"{start} {title} | {run.losses[0]:.3f} | {run.last():.4f} | {run.distance(stock):.2%} {sent}"]
     return rows
 
 
-def table(group: Any, num_steps: int = 32) -> str:
+def table(group: Any, task: Task, families: Sequence[str] = FAMILIES) -> str:
     """The table of docs/transformers.md."""
     adapter: Any = importlib.import_module("fp4comm.adapters.transformers")
     for recipe in ("fp8", "mxfp4"):
         adapter.register(f"fp4comm {recipe}", precision=recipe)
     rows = ["| model | top-k | ep_implementation | first loss | last | curve from stock | dispatch bytes | all bytes |"]
     rows += ["|---|---|---|---:|---:|---:|---:|---:|"]
-    for family in FAMILIES:
-        with saved_model(group, tiny_config(family, 256), num_steps=PRETRAINING) as folder:
-            rows += family_rows(group, family, folder, num_steps)
+    for family in families:
+        config = tiny_config(family, 256, task.vocabulary)
+        with saved_model(group, config, lesson=task.before) as folder:
+            rows += family_rows(group, family, folder, task.after)
     return "\n".join(rows)
 
 
 if __name__ == "__main__":
-    text = table(fp4comm.world_group())
+    is_counting = sys.argv[1:] == ["counting"]
+    text = table(fp4comm.world_group(), counting() if is_counting else reading())
     if dist.get_rank() == 0:
         print(text)
     importlib.import_module("fp4comm.adapters.transformers").close()
