@@ -63,5 +63,6 @@ def quantize_fp8_rows(x: Tensor) -> FP8Rows:
     """
     floats = (torch.float32, torch.bfloat16, torch.float16)
     require(x.dtype in floats, "x", f"of dtype {x.dtype}", "torch.float32, torch.bfloat16 or torch.float16")
-    require(x.ndim >= 1 and x.shape[-1] % 8 == 0, "x", f"of shape {list(x.shape)}", "rows of a multiple of 8 numbers")
+    fits = x.ndim >= 1 and x.shape[-1] > 0 and x.shape[-1] % 8 == 0
+    require(fits, "x", f"of shape {list(x.shape)}", "rows of a multiple of 8 numbers, at least 8")
     return FP8Rows(*backend_for(x).quantize_gemm_rows(x))

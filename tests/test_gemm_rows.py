@@ -192,7 +192,7 @@ def test_transposed_weights(target: Target) -> None:
 
 def unaligned(target: Target, dtype: torch.dtype) -> list[Tensor]:
     memory = torch.arange(40 * 72, device=target.device).view(40, 72).to(dtype)
-    return [*target.backend.quantize_gemm_rows(memory[:, 4:68]), *target.backend.quantize_gemm_rows(memory[:, :0])]
+    return list(target.backend.quantize_gemm_rows(memory[:, 4:68]))
 
 
 def test_rows_at_any_address(target: Target) -> None:
@@ -203,8 +203,9 @@ def test_rows_at_any_address(target: Target) -> None:
 def test_wrong_inputs() -> None:
     with pytest.raises(InvalidArgument, match="float64"):
         quantize_fp8_rows(torch.zeros(2, 32, dtype=torch.float64))
-    with pytest.raises(InvalidArgument, match="multiple of 8"):
-        quantize_fp8_rows(torch.zeros(2, 30))
+    for width in (0, 30):
+        with pytest.raises(InvalidArgument, match=rf"\[2, {width}\].*multiple of 8"):
+            quantize_fp8_rows(torch.zeros(2, width))
 
 
 def test_error_is_that_of_three_bits() -> None:

@@ -91,8 +91,8 @@ class _Exchange:
             Rows in the order of this rank's experts, how many each has (padding included), and what `combine` needs.
         """
         if self.ep_mesh is None:
-            whole: Any = super().dispatch(x, topk_scores, topk_expert_ids, num_tokens_per_expert)  # type: ignore[misc]
-            return whole  # type: ignore[no-any-return]
+            whole: Any = super().dispatch(x, topk_scores, topk_expert_ids, num_tokens_per_expert)  # type: ignore[misc]  # likewise
+            return whole  # type: ignore[no-any-return]  # likewise
         comm = _communicator(self._place, x.shape[1])
         received, handle = ops.dispatch(comm, x, topk_expert_ids, topk_scores.float())
         ends = received.expert_offsets
@@ -102,25 +102,25 @@ class _Exchange:
     def combine(self, routed_output: Tensor, metadata: Any, x: Tensor) -> Tensor:
         """Brings the experts' results home, weighted and summed per token. Collective."""
         if self.ep_mesh is None:
-            whole: Tensor = super().combine(routed_output, metadata, x)  # type: ignore[misc]
+            whole: Tensor = super().combine(routed_output, metadata, x)  # type: ignore[misc]  # likewise
             return whole
         return ops.combine(metadata.comm, routed_output, metadata.topk_weights, metadata.handle)
 
 
-class Dispatcher(_Exchange, _dispatchers.AllToAllTokenDispatcher):  # type: ignore[misc]
+class Dispatcher(_Exchange, _dispatchers.AllToAllTokenDispatcher):  # type: ignore[misc]  # likewise
     """In place of `AllToAllTokenDispatcher`."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(_dispatchers.AllToAllTokenDispatcher.Config):  # type: ignore[misc]
+    class Config(_dispatchers.AllToAllTokenDispatcher.Config):  # type: ignore[misc]  # likewise
         precision: str = "fp4"
         options: dict[str, Any] = field(default_factory=dict)
 
 
-class PaddedDispatcher(_Exchange, _dispatchers.TorchAOTokenDispatcher):  # type: ignore[misc]
+class PaddedDispatcher(_Exchange, _dispatchers.TorchAOTokenDispatcher):  # type: ignore[misc]  # likewise
     """In place of `TorchAOTokenDispatcher`, with experts' rows padded to a multiple of its `pad_multiple`."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(_dispatchers.TorchAOTokenDispatcher.Config):  # type: ignore[misc]
+    class Config(_dispatchers.TorchAOTokenDispatcher.Config):  # type: ignore[misc]  # likewise
         precision: str = "fp4"
         options: dict[str, Any] = field(default_factory=dict)
 
@@ -131,7 +131,7 @@ _REPLACEMENTS: dict[type, Any] = {
 }
 
 
-@_config.override(  # type: ignore[untyped-decorator]
+@_config.override(  # type: ignore[untyped-decorator]  # likewise
     target=_dispatchers.BaseEPTokenDispatcher.Config, description="fp4comm sends the tokens"
 )
 def token_dispatcher(config: Any, *, precision: str = "fp4", **options: Any) -> Any:
@@ -155,11 +155,11 @@ def token_dispatcher(config: Any, *, precision: str = "fp4", **options: Any) -> 
     return _config.derive(config, replacement, precision=precision, options=options)
 
 
-class SaveExchanges(_checkpointing.SelectiveAC):  # type: ignore[misc]
+class SaveExchanges(_checkpointing.SelectiveAC):  # type: ignore[misc]  # likewise
     """Selective activation checkpointing that keeps the results of dispatch and combine."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(_checkpointing.SelectiveAC.Config):  # type: ignore[misc]
+    class Config(_checkpointing.SelectiveAC.Config):  # type: ignore[misc]  # likewise
         pass
 
     def get_save_ops(self) -> set[Any]:
@@ -168,7 +168,7 @@ class SaveExchanges(_checkpointing.SelectiveAC):  # type: ignore[misc]
         return {*super().get_save_ops(), *exchanges}
 
 
-@_config.override(  # type: ignore[untyped-decorator]
+@_config.override(  # type: ignore[untyped-decorator]  # likewise
     target=_checkpointing.SelectiveAC.Config, exact=True, description="selective checkpointing keeps exchanges"
 )
 def save_exchanges(config: Any) -> Any:
@@ -195,7 +195,7 @@ _WIRINGS: list[tuple[Any, int, Options, int]] = []  # group, number of experts, 
 
 
 # A constant to a compiler, so that the arguments must be numbers.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch has no type for it
 def _communicator(place: int, hidden: int) -> EPCommunicator:
     """Of a place in `_WIRINGS`; made at its first use, since only tokens tell the hidden size."""
     group, num_experts, options, alignment = _WIRINGS[place]

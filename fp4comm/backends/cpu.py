@@ -277,10 +277,9 @@ def _expand_to_gemm_rows(src: Rows, out: Rows, source_rows: Tensor | None, optio
         floats = gemm_rows.floats_between(src, len(out))
         convert_rows(src, Rows.of(floats), src_row=source_rows, options=options)
         return gemm_rows.store_rows(out, *quantize_gemm_rows(floats))
-    assert isinstance(src.kind, Kind) and src.scales is not None  # noqa: PT018 (both for mypy)
     floats = torch.empty((len(out), src.hidden), device="cpu")
     convert_rows(src, Rows.of(floats), src_row=source_rows)
-    scales = gemm_rows.scales_of_rows(src.kind, src.data, src.scales)
+    scales = gemm_rows.scales_of_rows(src)
     if source_rows is not None:
         scales = torch.where(source_rows < 0, gemm_rows.LEAST_SCALE, scales[source_rows])
     gemm_rows.store_rows(out, gemm_rows.move_rows(floats, scales), scales)
@@ -298,11 +297,11 @@ def gemm_columns(
         row_scales: float32 `[num_rows]`, powers of two: at least the row's own, or 2**-6 times its largest block's.
         group_sizes: rows of each group; None = one group.
     """
-    floats = torch.empty((len(row_scales), src.hidden), device="cpu")
     if src.kind == GemmKind.FP8_ROW:
-        assert src_row is None and src.scales is not None  # noqa: PT018 (both for mypy)
-        torch.mul(src.data.view(torch.float8_e4m3fn).float(), src.scales, out=floats)
+        assert src_row is None
+        floats = gemm_rows.floats_of_rows(src)
     else:
+        floats = torch.empty((len(row_scales), src.hidden), device="cpu")
         convert_rows(src, Rows.of(floats), src_row)
     sizes = [len(row_scales)] if group_sizes is None else group_sizes
     return gemm_rows.turn_groups(gemm_rows.move_rows(floats, row_scales), sizes)

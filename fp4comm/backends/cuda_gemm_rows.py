@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from . import cuda_compile
-from .gemm_rows import quantize_gemm_rows as quantize_without_kernel
 from .rows import Rows
 
 _WARP = 32
@@ -20,9 +19,8 @@ _FLOATS = (torch.bfloat16, torch.float32)
 def quantize_gemm_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """See `gemm_rows.quantize_gemm_rows`. What has no kernel, or is not aligned as it must be, is copied."""
     hidden = x.shape[-1]
+    assert hidden > 0
     assert hidden % _LANE == 0
-    if hidden == 0:
-        return quantize_without_kernel(x)
     x = x if x.dtype in _FLOATS else x.float()
     flat = Rows.of(x.reshape(-1, hidden))
     if (flat.address[0] | flat.address[1]) % _ALIGNMENT:

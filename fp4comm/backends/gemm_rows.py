@@ -16,7 +16,7 @@ from .rows import Rows
 
 LEAST_SCALE = 2.0**-126
 _MIN_BYTE, _ONE_BYTE, _NAN_BYTE = 1, 127, 255  # of E8M0
-_E4M3_MAX, _NAN = 448.0, 0x7F
+_E4M3_MANTISSA, _E4M3_EXPONENT, _NAN = 448 / 512, 9, 0x7F  # 448 = 0.875 * 2**9
 _MXFP4_BINADES = 6  # the largest MXFP4 code, 6, becomes 6 * 2**6 = 384
 
 
@@ -32,18 +32,22 @@ def quantize_gemm_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     wide = x.float()
     amax = wide.abs().amax(dim=-1) if x.numel() else wide.new_zeros(x.shape[:-1])
     is_finite = torch.isfinite(amax)
-    mantissa, exponent = torch.frexp(torch.where(is_finite, amax, 0) / _E4M3_MAX)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)  # the next power of two, or itself
-    scales = torch.ldexp(torch.ones_like(amax), exponent).clamp(min=LEAST_SCALE)
-    scales = torch.where((amax > 0) & is_finite, scales, LEAST_SCALE)
+    scales = torch.ldexp(torch.ones_like(amax), least_exponents(torch.where(is_finite, amax, 0)))
+    scales = torch.where((amax > 0) & is_finite, scales.clamp(min=LEAST_SCALE), LEAST_SCALE)
     codes = (wide / scales[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
     codes = torch.where(is_finite[..., None], codes, _NAN)
     return codes.view(torch.float8_e4m3fn), scales
 
 
+def least_exponents(amax: Tensor) -> Tensor:
+    """int32, of the smallest powers of two under which finite magnitudes up to `amax` don't saturate E4M3."""
+    mantissa, exponent = torch.frexp(amax)
+    return exponent - _E4M3_EXPONENT + (mantissa > _E4M3_MANTISSA).int()
+
+
 def has_row_scales(src: Rows, options: Options) -> bool:
     """Whether the scales of such rows say all about those of FP8 rows, so that only exponents change."""
-    return src.kind in (Kind.MXFP4, Kind.FP8_E8M0) and not (src.kind == Kind.MXFP4 and options.hadamard)
+    return src.kind == Kind.FP8_E8M0 or (src.kind == Kind.MXFP4 and not options.hadamard)
 
 
 def floats_between(src: Rows, num_rows: int) -> Tensor:
@@ -59,14 +63,11 @@ def store_rows(out: Rows, codes: Tensor, scales: Tensor) -> None:
     out.scales[:, 0].copy_(scales)
 
 
-def scales_of_rows(kind: Kind, data: Tensor, scales: Tensor) -> Tensor:
-    """float32 `[num_rows]`, the scale of each row of MXFP4 or FP8_E8M0: its largest, in FP8 of groups with numbers.
-
-    Args:
-        kind: of the rows.
-        data, scales: their bytes.
-    """
-    if kind == Kind.MXFP4:
+def scales_of_rows(rows: Rows) -> Tensor:
+    """float32 `[num_rows]`, the scale of each row of MXFP4 or FP8_E8M0: its largest, in FP8 of groups with numbers."""
+    data, scales = rows.data, rows.scales
+    assert scales is not None
+    if rows.kind == Kind.MXFP4:
         found = torch.where(scales == _NAN_BYTE, 0, scales).int() - _MXFP4_BINADES
     else:
         magnitudes = torch.nn.functional.pad(data.view(torch.uint8) & 0x7F, (0, -data.shape[1] % GROUP_SIZE))
@@ -90,6 +91,12 @@ def expert_scales(scales: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     expert = torch.searchsorted(ends, rows, right=True)
     largest = scales.new_full((len(ends) + 1,), LEAST_SCALE).scatter_reduce(0, expert, scales, "amax")
     return largest[:-1], torch.where(expert < len(ends), largest[expert], scales)
+
+
+def floats_of_rows(rows: Rows) -> Tensor:
+    """The numbers of FP8 rows with one scale each, in float32."""
+    assert rows.scales is not None
+    return rows.data.view(torch.float8_e4m3fn).float() * rows.scales
 
 
 def move_rows(x: Tensor, scales: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ _GROUPED_MULTIPLE = 16  # of widths and groups: operands begin at multiples of 1
 _SHORT_SUM = 2048  # of so many products, which tensor cores may add up in registers with fewer bits than float32
 _LARGE, _FEW_ROWS = 2048, 512  # of both sides of weights, and per expert, where such sums are slower
 _MAX_GROUPS = 1023
-_TESTED_TORCH = (2, 11)  # with 2.8 kernels for weight gradients refuse experts without rows
+_TESTED_TORCH = (2, 11)  # by their source, older kernels for weight gradients refuse experts without rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -442,9 +442,8 @@ def gemms_for(
     if name == "tensor_cores":
         if not can_run:
             needs = f"a GPU of compute capability 9.0 and torch {'.'.join(map(str, _TESTED_TORCH))} or newer"
-            raise NotAvailable(
-                f"gemms is 'tensor_cores' for weights on {device} with torch {torch.__version__}; {needs}"
-            )
+            found = f"weights on {device} with torch {torch.__version__}"
+            raise NotAvailable(f"gemms is 'tensor_cores' for {found}; it needs {needs}")
         accepted = f"hidden sizes of multiples of {multiple}, and expert_alignment of {_GROUPED_MULTIPLE}"
         require(fits, "gemms", f"'tensor_cores' for widths {widths} and expert_alignment {alignment}", accepted)
         most = f"at most {_MAX_GROUPS} with 'tensor_cores' and scales per row"

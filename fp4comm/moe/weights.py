@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from ..backends.gemm_rows import least_exponents
 from ..errors import require
 from ..formats import GROUP_SIZE
 
-_E4M3_MAX_MANTISSA = 448 / 512  # 448 = 0.875 * 2**9
-_E4M3_MAX_EXPONENT = 9
 _LEAST_EXPONENT = -126  # scales stay normal numbers
 
 Operand = TypeVar("Operand")
@@ -71,9 +70,7 @@ def _quantize_matrix(weight: Tensor, data: Tensor, scales: Tensor) -> None:
     padded = torch.nn.functional.pad(weight, (0, columns * GROUP_SIZE - k, 0, rows * GROUP_SIZE - n))
     blocks = padded.view(rows, GROUP_SIZE, columns, GROUP_SIZE)
     amax = blocks.abs().amax(dim=(1, 3))
-    mantissa, exponent = torch.frexp(amax)
-    exponent = exponent - _E4M3_MAX_EXPONENT + (mantissa > _E4M3_MAX_MANTISSA).int()
-    exponent = torch.where(torch.isfinite(amax) & (amax > 0), exponent, 0).clamp(min=_LEAST_EXPONENT)
+    exponent = torch.where(torch.isfinite(amax) & (amax > 0), least_exponents(amax), 0).clamp(min=_LEAST_EXPONENT)
     torch.ldexp(torch.ones_like(amax), exponent, out=scales)
     divisor = torch.where(torch.isfinite(amax), scales, torch.nan)
     data.copy_((blocks / divisor[:, None, :, None]).view_as(padded)[:n, :k])

@@ -62,7 +62,7 @@ VOCABULARY = 1024
 def use_cpu() -> None:
     """Lets torchtitan take the processor for its device; to be called before it is imported."""
     torch._utils._get_available_device_type = lambda: "cpu"  # it asks torch, which names accelerators only
-    nothing: Any = lambda *_, **__: None  # noqa: E731
+    nothing: Any = lambda *_, **__: None  # noqa: E731  a def would need a name and a docstring for nothing
     for name, function in {  # what `torch.cuda` has and `torch.cpu` hasn't; torchtitan logs what they return
         "empty_cache": nothing,
         "get_device_name": lambda *_: "CPU",

@@ -39,7 +39,7 @@ class LowLatency:
     group_size: int
 
     def _require_open(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # `Buffer` has its own
 
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Without effect: there is nothing to clean between calls."""
