@@ -394,7 +394,7 @@ def on_two_ranks(group: Any) -> dict[str, Any]:
     with saved_model(group, tiny_config("olmoe", 256), lesson=task.before) as folder:
         names = ("all_to_all", "fp4comm")
         results |= {f"fine-tuned {name}": fine_tune(group, folder, name, task.after) for name in names}
-    results["table"] = table(group, reading(4, 8, 16), ("deepseek_v3",))
+    results["table"] = table(group, reading(4, 16, 16), ("deepseek_v3",))
     adapter.close()
     return results
 
