@@ -106,7 +106,9 @@ class GpuClock:
         function()  # what must not happen first in a capture, such as compiling
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph):
+        current = torch.cuda.current_stream()
+        stream = None if current == torch.cuda.default_stream() else current  # which no graph can capture
+        with torch.no_grad(), torch.cuda.graph(graph, stream=stream):
             function()
         gpu_seconds(graph.replay, before=self.ranks.barrier)
         seconds = gpu_seconds(graph.replay, HEAD_START_US, self.ranks.barrier)

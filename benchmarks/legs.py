@@ -152,6 +152,11 @@ def run(ranks: Ranks, options: argparse.Namespace) -> list[Record]:
 
 def text(config: Config, records: Sequence[Record]) -> str:
     """What was measured of a configuration, for people: microseconds."""
+    return f"{config}, us\n{format_table(*table(records), 2)}"
+
+
+def table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a configuration, in microseconds."""
     keys = {"": "seconds", " alone": "alone_seconds"}
     keys = {name: key for name, key in keys.items() if key in records[0]}
     header = ["over", "wire", "MB sent", "dB", *(f"{leg}{name}" for name in keys for leg in LEGS)]
@@ -162,7 +167,7 @@ def text(config: Config, records: Sequence[Record]) -> str:
         cells = [legs[0]["transport"], legs[0]["wire"], number(legs[0]["sent_bytes"] / 1e6)]
         cells += [number(min(noise)) if noise else "exact", *(us(leg[key]) for key in keys.values() for leg in legs)]
         rows.append([*cells, us(legs[0]["raw_seconds"]), us(legs[1]["raw_seconds"])])
-    return f"{config}, us\n{format_table([*header, 'raw dispatch', 'raw combine'], rows, 2)}"
+    return [*header, "raw dispatch", "raw combine"], rows
 
 
 def us(time: Record) -> str:

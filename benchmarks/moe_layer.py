@@ -19,24 +19,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from . import moe_report
 from .common import Budget, environment, list_of, measure, positive, write_json_lines
 from .device import add_device_option, gpu_facts
 from .host_layers import Sizes
 from .hosts import Inputs, make_workload, slowest
+from .moe_shapes import DTYPE, add_shape_options, parse_shapes
 from .moe_variants import PLAIN, RECIPES, check, make_variants
 from .ranks import Ranks, run_with_torch
-
-SHAPES = {  # hidden, width, experts, top-k
-    "deepseek-v3": (7168, 2048, 256, 8),
-    "deepseek-v2-lite": (2048, 1408, 64, 6),
-    "qwen3-30b-a3b": (2048, 768, 128, 8),
-}
-SIZES = ("hidden", "width", "experts", "topk")
-CUSTOM = "custom"
-DTYPE = torch.bfloat16
 
 
 def run(ranks: Ranks, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -83,19 +73,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add_device_option(parser)
-    names = list_of(str, [*SHAPES, "all"])
-    add(
-        "--shape",
-        type=names,
-        default=["deepseek-v3"],
-        help=f"with commas, of {', '.join(SHAPES)}, or all; default the first",
-    )
-    for name, what in zip(SIZES, ("width of a token", "of an expert", "in all", "experts of a token"), strict=True):
-        add(f"--{name}", type=positive, help=f"{what}, default that of the shape, of which there must be one then")
+    add_shape_options(parser)
     add(
         "--recipes", type=list_of(str, RECIPES), default=list(RECIPES), help=f"with commas, default {','.join(RECIPES)}"
     )
-    add("--tokens", type=positive, default=8192, help="per rank, default %(default)s")
     add("--calls", type=positive, default=3, help="in a row, for a time on GPUs, default %(default)s")
     add("--json", type=Path, metavar="FILE", help="where to write all figures as JSON lines")
     add("--plot", type=Path, metavar="FILE", help="picture of where the time of a step goes: .png, .svg or .pdf")
@@ -105,22 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; `shapes` are the sizes to measure by name."""
-    parser = make_parser()
-    options = parser.parse_args(arguments)
-    names = list(SHAPES) if "all" in options.shape else options.shape
-    given = [f"--{name}" for name in SIZES if getattr(options, name)]
-    if given and len(names) > 1:
-        parser.error(f"{', '.join(given)} with several shapes; accepted: one --shape, whose sizes these replace")
-    options.shapes = {CUSTOM if given else name: sizes_of(SHAPES[name], options) for name in names}
-    return options
-
-
-def sizes_of(shape: Sequence[int], options: argparse.Namespace) -> Sizes:
-    """Those of a shape where no option says otherwise."""
-    hidden, width, experts, topk = (
-        getattr(options, name) or default for name, default in zip(SIZES, shape, strict=True)
-    )
-    return Sizes(options.tokens, hidden, topk, experts, width, DTYPE)
+    return parse_shapes(make_parser(), arguments)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from . import moe_report
+from . import legs, moe_overlap, moe_report
 from .common import ROOT, number, read_json_lines
 from .hosts import dispatcher_row
 from .report import wire_name
@@ -228,6 +228,22 @@ def moe_table(run: Record, records: Sequence[Record]) -> str:
     return "\n".join(parts) + f"\n{gpu_provenance(run, where)}\n"
 
 
+def overlap_table(run: Record, records: Sequence[Record]) -> str:
+    """Layers with shared experts, for each shape."""
+    layers = [list(group) for _, group in groupby(records, lambda record: str(record["shape"]))]
+    parts = [f"{moe_overlap.title(each[0])}; ms:\n\n{markdown(*moe_overlap.table(each), 2)}" for each in layers]
+    where = f"{run['ranks']} ranks, {run['gpu']} each"
+    return "\n".join(parts) + f"\n{gpu_provenance(run, where)}\n"
+
+
+def legs_table(run: Record, records: Sequence[Record]) -> str:
+    """All four legs, for each configuration."""
+    configs = [(Config(**config), list(group)) for config, group in groupby(records, lambda record: record["config"])]
+    parts = [f"{config}; us:\n\n{markdown(*legs.table(group), 2)}" for config, group in configs]
+    where = f"{run['ranks']} ranks, {run['gpu']} each"
+    return "\n".join(parts) + f"\n{gpu_provenance(run, where)}\n"
+
+
 def gpu_provenance(run: Record, where: str) -> str:
     """`provenance` with what else is at work on a GPU."""
     versions = f"driver {run['driver']}, CUDA {run['cuda']}, CuPy {run['cupy']}, NCCL {run['nccl']}"
@@ -263,6 +279,8 @@ TABLES: dict[tuple[str, str], Callable[[Record, Sequence[Record]], str]] = {
     ("hosts", "cpu"): hosts_table,
     ("hosts", "cuda"): hosts_table,
     ("moe_layer", "cuda"): moe_table,
+    ("moe_overlap", "cuda"): overlap_table,
+    ("legs", "cuda"): legs_table,
     ("codec", "cuda"): gpu_codec_table,
 }
 

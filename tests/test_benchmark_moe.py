@@ -10,7 +10,7 @@ import pytest
 from benchmark_runs import QUICK
 from launch import ROOT, launch_command, run_command
 
-from benchmarks import common, moe_layer, moe_plot, moe_report, moe_variants, tables
+from benchmarks import common, moe_layer, moe_overlap, moe_plot, moe_report, moe_shapes, moe_variants, tables
 
 SIZES = ["--hidden", "256", "--width", "128", "--experts", "8", "--topk", "2", "--tokens", "16"]
 PUBLISHED = ROOT / "benchmarks" / "results" / "moe_layer_h200_deepseek-v3.jsonl"
@@ -48,6 +48,40 @@ def test_one_rank_and_some_recipes(tmp_path: Path) -> None:
     assert "custom, 16 tokens per rank x 256" in output
 
 
+@pytest.mark.mpi
+def test_moe_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "overlap.jsonl"
+    options = ["-m", "benchmarks.moe_overlap", *SIZES, *QUICK, "--recipes", "bf16,fp4", "--graph", "--json", str(path)]
+    code, output = run_command([*launch_command("torchrun", 2), *options], timeout=120)
+    assert code == 0, output
+    run, *records = common.read_json_lines(path)
+    assert run["benchmark"] == "moe_overlap"
+    assert [(record["recipe"], record["way"]) for record in records] == [
+        (recipe, way) for recipe in ("bf16", "fp4") for way in ("without", "after", "beside")
+    ]
+    assert {record["shared"] for record in records} == {1}
+    assert all(record["seconds"]["training"]["minimum"] > 0 for record in records)
+    assert "custom: 16 tokens x 256, 2 of 8 experts and 1 shared, width 128" in output
+    assert "hidden)" not in output  # nothing overlaps on a CPU
+
+
+def test_what_overlap_hides() -> None:
+    """Of the time that shared experts add; alone it is the host that counts."""
+    seconds = {
+        "without": {"forward": 2e-3, "training": 7e-3, "training.alone": 9e-3, "training.host": 4e-3},
+        "after": {"forward": 3e-3, "training": 9e-3, "training.alone": 10e-3, "training.host": 5e-3},
+        "beside": {"forward": 2.25e-3, "training": 9.5e-3, "training.alone": 9.5e-3, "training.host": 6e-3},
+    }
+    records = [
+        {"recipe": "fp4", "way": way, "seconds": {key: {"median": value} for key, value in times.items()}}
+        for way, times in seconds.items()
+    ]
+    header, rows = moe_overlap.table(records)
+    assert header == ["recipe", "shared experts", "forward", "with backward", "with backward, alone", "launching it"]
+    assert rows[2] == ["fp4", "beside", "2.25 (75 % hidden)", "9.50 (-25 % hidden)", "9.50", "6.00"]
+    assert rows[1] == ["fp4", "after", "3.00", "9.00", "10.0", "5.00"]
+
+
 @pytest.mark.gpu
 def test_memory_on_one_gpu(tmp_path: Path) -> None:
     """The peak holds what is kept, and less than all with gradients; every kernel of our own has a part."""
@@ -65,7 +99,7 @@ def test_memory_on_one_gpu(tmp_path: Path) -> None:
 
 def test_shapes_and_their_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     everything = moe_layer.parse(["--shape", "all", "--tokens", "64"]).shapes
-    assert list(everything) == list(moe_layer.SHAPES)
+    assert list(everything) == list(moe_shapes.SHAPES)
     assert (everything["deepseek-v2-lite"].width, everything["deepseek-v2-lite"].num_tokens) == (1408, 64)
     some = moe_layer.parse(["--shape", "qwen3-30b-a3b,deepseek-v3"]).shapes
     assert [sizes.hidden for sizes in some.values()] == [2048, 7168]
