@@ -139,12 +139,12 @@ def test_long_sums_are_made_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
         gemms.multiply(x, weights, Groups.of_sizes((num_rows,)), torch.bfloat16)
     assert quick == [True, False, True, False, True]
     quick.clear()
-    for sizes, known in (((2048, 16), True), ((2064, 0), True), ((16, 16), False), ((2048, 16), False)):
+    for sizes, known in (((2048, 16), True), ((2064, 0), True), ((2048, 2048), False), ((4096, 16), False)):
         groups, num_rows = Groups.of_sizes(sizes), sum(sizes)
         groups = groups if known else Groups(groups.ends, num_rows)
         turned = FP8Turned(torch.empty(32, num_rows), torch.ones(2), torch.ones(num_rows))
         gemms.weight_gradient(turned, turned, groups, torch.bfloat16)
-    assert quick == [True, False, True, False]
+    assert quick == [True, False, True, False]  # of sizes that the host doesn't know, the mean counts
 
 
 @pytest.mark.parametrize("gemms", [BlockGemms(), RowGemms()], ids=["block", "row"])

@@ -266,7 +266,10 @@ class RowGemms(Gemms[FP8Rows, FP8Rows, FP8Turned]):
         if not self.on_tensor_cores or not num_rows:
             wide = _wide(x.data)
             return self._floats.weight_gradient(dy.dequantize(wide), x.dequantize(wide), groups, dtype)
-        is_short = max(groups.known_sizes or (num_rows,)) <= _SHORT_SUM
+        most_rows = max(
+            groups.known_sizes or (num_rows / len(groups.ends),)
+        )  # of an expert; unknown: at most in the mean
+        is_short = most_rows <= _SHORT_SUM
         return _grouped_mm(dy.data, x.data.t(), dy.gemm_scales, x.gemm_scales, groups, is_short).to(dtype)
 
 
