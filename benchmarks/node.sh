@@ -127,9 +127,9 @@ done
 on_mpi sizes 60 "$largest" benchmarks.bandwidth --layout rank --cached --wires bf16,mxfp4 --experts "$experts" \
     --tokens 32,128,512,2048,8192 --warmup-secs 1 --secs 5 --json "$out/sizes.jsonl"
 step plot 20 "$python" -m benchmarks.plot "$out/sizes.jsonl" "$out/sizes.png"
-step tests 150 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_node_gpu.py
 on_mpi latency 60 "$largest" benchmarks.bandwidth --latency --experts "$experts" --warmup-secs 1 --secs 5 \
     --json "$out/latency.jsonl"
+step tests 200 "$python" -m pytest -q -m gpu -p no:cacheprovider tests/test_node_gpu.py
 
 $is_dry_run && exit 0
 echo "JSON lines and plots in $out:"

@@ -29,6 +29,7 @@ from torch import Tensor
 import fp4comm
 from fp4comm.precision import Precision
 from fp4comm.reference import exchange as reference
+from fp4comm.transport import make_transport
 
 
 def inner(a: Tensor, b: Tensor) -> float:
@@ -366,12 +367,19 @@ CASES: dict[str, Callable[[Any], list[int]]] = {
 }
 
 
-def run_cases(group: Any, gpu_transport: str | None = None) -> dict[str, list[int]]:
-    """All cases on one rank; on a GPU with that transport, if one is given. Ranks take the GPUs in turn."""
+def run_cases(group: Any, gpu_transport: str | None = None, shares_transport: bool = False) -> dict[str, list[int]]:
+    """All cases on one rank; on a GPU with that transport, if one is given. Ranks take the GPUs in turn.
+
+    shares_transport: all communicators are over one transport, which saves a start of NCCL for each.
+    """
     if gpu_transport is None:
         return {name: case(group) for name, case in CASES.items()}
     rank = (group.Get_rank() if hasattr(group, "Get_rank") else group.rank()) % torch.cuda.device_count()
     torch.cuda.set_device(rank)
     moe_problem.gpu_transport = gpu_transport
+    shared = make_transport(group, gpu_transport, timeout_secs=moe_problem.TIMEOUT_SECS) if shares_transport else None
     with tensors_on(f"cuda:{rank}"):
-        return {name: case(group) for name, case in CASES.items()}
+        results = {name: case(shared or group) for name, case in CASES.items()}
+    if shared:
+        shared.close()
+    return results
