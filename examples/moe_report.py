@@ -135,9 +135,19 @@ def results(report: Report) -> str:
 {model}
 {table(report)}
 
-Losses are in nats per byte; counting bytes gives {report.corpus["entropy_order_0"]:.3f} (order 0), counting pairs \
+{seeds(report)}Losses are in nats per byte; \
+counting bytes gives {report.corpus["entropy_order_0"]:.3f} (order 0), counting pairs \
 {report.corpus["entropy_order_1"]:.3f} (order 1).
 The idlest expert of any layer and run gets {idlest:.2f} of the mean load, the busiest {busiest:.2f}."""
+
+
+def seeds(report: Report) -> str:
+    """A line that says how many runs each has, where that differs."""
+    counts = {name: len(report.of(name)) for name in report.names}
+    if len(set(counts.values())) == 1:
+        return ""
+    own = ", ".join(f"{name} {count}" for name, count in counts.items())
+    return f"Seeds: {own}. A loss is the mean over its own seeds, a difference that over the seeds it shares.\n"
 
 
 def update_document(text: str, out: Path, caption: str = "") -> bool:
@@ -242,7 +252,8 @@ def _draw_curves(axes: Any, report: Report) -> None:
         axes.annotate(
             f"bytes, order {order}", (steps[-1], report.corpus[f"entropy_order_{order}"]), ha="right", va="bottom"
         )
-    axes.set(xlabel="step", ylabel="validation loss (nats per byte)", title=f"Mean of {len(points)} seed(s)")
+    counts = " or ".join(map(str, sorted({len(report.of(name)) for name in report.names})))
+    axes.set(xlabel="step", ylabel="validation loss (nats per byte)", title=f"Mean of {counts} seed(s)")
     axes.legend()
 
 

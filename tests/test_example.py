@@ -230,7 +230,15 @@ def test_text_of_installed_packages(tmp_path: Path, examples: None, monkeypatch:
         moe_data.Corpus.of_installed_packages(max_bytes=1000)
 
 
-@pytest.mark.parametrize("name, seeds", [("training", {0, 1, 2}), ("training_recipes", {0, 1, 2})])
+@pytest.mark.parametrize(
+    "name, seeds",
+    [
+        ("training", {0, 1, 2}),
+        ("training_recipes", {0, 1, 2}),
+        ("training_large", {0, 1}),
+        ("training_large_one_gpu", {0}),
+    ],
+)
 def test_document_shows_its_results(name: str, seeds: set[int], examples: None) -> None:
     import moe_report
 
