@@ -6,7 +6,6 @@ A case is built on any device, so the same case on the CPU is what a GPU's resul
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,42 +16,10 @@ from fp4comm.formats import Kind
 
 from .codec_cases import NAMES, num_bytes
 from .cuda_data import NUM_EXPERTS, NUM_LOCAL_EXPERTS, NUM_RANKS, NUM_TOPK, Data, head, parts
+from .cuda_expert_cases import expert_cases
+from .cuda_jobs import GpuCase, Job
 
 ALIGNMENT = 128  # of the experts' rows, for the routing kernels
-
-
-@dataclass(frozen=True)
-class Job:
-    """A case on certain data.
-
-    Attributes:
-        run: does it, into memory of its own.
-        outputs: what `run` has written, in an order that all devices share.
-        num_elements: numbers converted; one that goes to several rows counts once for each that is computed.
-        num_bytes: numbers, scales and maps, each once as it is read and once as it is written.
-    """
-
-    run: Callable[[], None]
-    outputs: Callable[[], list[Tensor]]
-    num_elements: int
-    num_bytes: int
-
-
-@dataclass(frozen=True)
-class GpuCase:
-    """One line of the table.
-
-    Attributes:
-        name: what it is called.
-        build: makes the job.
-        in_graph: whether a CUDA graph can capture it.
-        is_latency: so small that time counts, not bandwidth.
-    """
-
-    name: str
-    build: Callable[[Data], Job]
-    in_graph: bool = True
-    is_latency: bool = False
 
 
 def all_cases() -> Iterator[GpuCase]:
@@ -64,6 +31,7 @@ def all_cases() -> Iterator[GpuCase]:
     yield from unpacking()
     yield from sums()
     yield from routing()
+    yield from expert_cases()
     yield GpuCase("fill: writes alone", fill)
 
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from .common import Budget, Times, environment, format_table, measure, number, summary_record
-from .cuda_cases import GpuCase, Job, all_cases
+from .cuda_cases import all_cases
 from .cuda_data import Data
+from .cuda_jobs import GpuCase, Job
 from .device import CPU, gpu_facts, gpu_seconds
 
 ROWS, HIDDEN = 32768, 7168
@@ -139,7 +140,7 @@ class Bench:
         torch.cuda.synchronize()
         wanted = case.build(self.expected)
         wanted.run()
-        return difference(got.outputs(), wanted.outputs())
+        return difference(got.outputs(), wanted.outputs(), case.max_error)
 
     def measure(self, case: GpuCase) -> Record:
         """The record of a case that is right."""
@@ -194,14 +195,19 @@ def conversion_record(case: GpuCase, job: Job, seconds: dict[str, Any], copy_sec
     }
 
 
-def difference(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> str | None:
-    """Which of the results differ, if any."""
+def difference(got: Sequence[Tensor], wanted: Sequence[Tensor], max_error: float = 0.0) -> str | None:
+    """Which of the results differ, if any: in a bit, or by more than `max_error` of the norm."""
     if len(got) != len(wanted):
         return f"{len(got)} results instead of {len(wanted)}"
     for index, (one, other) in enumerate(zip(got, wanted, strict=True)):
         here = one.cpu().contiguous()
         if here.shape != other.shape or here.dtype.itemsize != other.dtype.itemsize:
             return f"result {index} is {here.dtype} {list(here.shape)}, on the CPU {other.dtype} {list(other.shape)}"
+        if max_error:
+            error = float((here.double() - other.double()).norm() / other.double().norm())
+            if not error <= max_error:
+                return f"result {index} differs from the CPU's by {error:.1e} of its norm"
+            continue
         a, b = (part.reshape(-1).view(torch.uint8) for part in (here, other.contiguous()))
         if not torch.equal(a, b):
             wrong = torch.nonzero(a != b).flatten()

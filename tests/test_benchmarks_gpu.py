@@ -256,6 +256,7 @@ def test_cases_of_a_gpu_are_the_same_on_a_copy_of_the_data(hidden: int, num_rows
         "MXFP4 -> FP8 rows + columns, 1 group",
         "pack for 2 ranks: BF16 -> MXFP4, routing",
         "unpack for experts: MXFP4 -> FP8",
+        "unpack for experts: MXFP4 -> FP8 rows, one scale each",
         "sum over 2 ranks: MXFP4 -> BF16",
         "route: tokens to 2 ranks",
         "read routing, expert layout",
@@ -273,6 +274,17 @@ def test_cases_on_emulated_kernels(name: str) -> None:
     wanted = case.build(Data(CPU, 40, 96, 0, on_gpu))
     wanted.run()
     assert cuda_codec.difference(got.outputs(), wanted.outputs()) is None
+
+
+def test_how_results_may_differ() -> None:
+    wanted = [torch.ones(100)]
+    got = [torch.ones(100)]
+    got[0][7] += 0.01
+    assert "differs from the CPU's in" in str(cuda_codec.difference(got, wanted))
+    assert cuda_codec.difference(got, wanted, max_error=2e-3) is None
+    assert "1.0e-03 of its norm" in str(cuda_codec.difference(got, wanted, max_error=9e-4))
+    got[0][7] = torch.nan
+    assert "nan of its norm" in str(cuda_codec.difference(got, wanted, max_error=2e-3))
 
 
 @pytest.mark.gpu

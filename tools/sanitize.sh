@@ -8,7 +8,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 
 files=("$@")
-[ ${#files[@]} -gt 0 ] || files=(tests/test_cuda_{rows,sums,columns,route}.py)
+[ ${#files[@]} -gt 0 ] || files=(tests/test_{cuda_{rows,sums,columns,route},gemm_rows,moe_swiglu}.py)
 logs=$(mktemp -d)
 trap 'rm -rf "$logs"' EXIT
 
