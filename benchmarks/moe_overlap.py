@@ -114,7 +114,7 @@ def measure_layer(ranks: Ranks, sizes: Sizes, recipe: str, options: argparse.Nam
         num_max_tokens_per_rank=sizes.num_tokens if options.graph else None,
         dtype=DTYPE,
         device=ranks.device,
-        transport=options.transport,
+        transport=options.transport or ranks.suited_transport,
     )
     transport = layer.comm.transport
     layer.experts.reset_parameters(seed=1)
@@ -189,7 +189,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--recipes", type=list_of(str, RECIPES), default=["fp4"], help=f"with commas, of {','.join(RECIPES)}")
     add("--shared", type=positive, default=1, help="experts that every token goes to, default %(default)s")
     add("--graph", action="store_true", help="time CUDA graphs as well, with the fixed capacity that they need")
-    add("--transport", choices=("auto", *BETWEEN_GPUS), default="auto", help="default %(default)s")
+    add("--transport", choices=BETWEEN_GPUS, help="between GPUs; default what `EPCommunicator` takes")
     add("--calls", type=positive, default=3, help="in a row, for a time on GPUs, default %(default)s")
     add("--json", type=Path, metavar="FILE", help="where to write all figures as JSON lines")
     Budget.add_options(parser, cpu=(1.0, 10.0), gpu=(0.3, 4.0), per=" per recipe")

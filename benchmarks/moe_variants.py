@@ -191,6 +191,7 @@ def make_variants(
             recipe=recipe,
             dtype=sizes.dtype,
             device="meta" if layers else ranks.device,
+            transport=ranks.suited_transport,
         )
         if layers:
             layer.experts.gate_up, layer.experts.down = layers[0].experts.gate_up, layers[0].experts.down

@@ -60,6 +60,11 @@ class Ranks:
     def num_ranks(self) -> int:
         return self.control.num_ranks
 
+    @property
+    def suited_transport(self) -> str:
+        """What `EPCommunicator` must be told so that rows lie on the device of the run: not "auto" if GPUs lie idle."""
+        return self.control.name if self.device.type == "cpu" else "auto"
+
     def use_device(self, wanted: str, names: Sequence[str] | None = None) -> None:
         """Takes the GPUs if `wanted` ("auto", "cpu" or "cuda") says so and every rank has one.
 
