@@ -234,6 +234,18 @@ class EPCommunicator:
             arrived = self._exchange.to_experts("dispatch", send, handle.routing.sizes)
             return self._unpack(x, topk_weights, arrived, handle.routing, out)
         know_sizes = self._begin_sizes(plan, facts, error)
+        arrived, routing = self._send_along(plan, know_sizes, x, topk_weights, layout or "expert")
+        return self._unpack(x, topk_weights, arrived, routing, out)
+
+    def _send_along(
+        self,
+        plan: SendPlan | None,
+        know_sizes: Callable[[], Sizes],
+        x: Tensor | FP8Tensor,
+        topk_weights: Tensor | None,
+        layout: str,
+    ) -> tuple[WireRows, Routing]:
+        """Sends tokens along new routes; what has arrived, and its routing. No plan: `know_sizes` raises why."""
         sizes = know_sizes() if self._transport.has_windows else None
         if plan is not None:  # packed while the sizes are on their way, unless it is they that say where to
             try:
@@ -246,8 +258,7 @@ class EPCommunicator:
         sizes = sizes or know_sizes()
         assert plan is not None, "an error has been raised"
         arrived = self._exchange.to_experts("dispatch", send, sizes)
-        routing = self._exchange.read_routing(arrived, NewRoutes(plan, sizes, layout or "expert"))
-        return self._unpack(x, topk_weights, arrived, routing, out)
+        return arrived, self._exchange.read_routing(arrived, NewRoutes(plan, sizes, layout))
 
     def _begin_sizes(
         self, plan: SendPlan | None, facts: dict[str, object], error: Exception | None
