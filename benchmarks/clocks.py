@@ -96,6 +96,7 @@ class GpuClock:
 
         if in_graph and not self._is_by_stage and self.ranks.device.type == "cuda":
             self.times[f"{name}.graph"] = self._graph_seconds(in_a_row) / self.num_calls
+            once()  # a capture empties the allocator's cache
         if not self._is_by_stage:
             self.times[f"{name}.alone"] = gpu_seconds(alone, before=self.ranks.barrier)
         self.times[name] = gpu_seconds(in_a_row, HEAD_START_US, self.ranks.barrier) / self.num_calls

@@ -19,7 +19,7 @@ from .codec_cases import num_bytes
 from .cuda_data import POISON, Data
 from .cuda_jobs import GpuCase, Job
 
-NUM_EXPERTS = 32
+NUM_MATRICES = 32  # experts of a rank
 ALIGNMENT = 16  # of an expert's rows, that of the layer
 WIDTH = 2048  # of SwiGLU, at most: that of published figures
 SWIGLU_ERROR = 2e-3  # of the norm: its exponential has the device's last bits, and a few codes are the next ones
@@ -29,23 +29,22 @@ Result = Tensor | FP8Rows | FP8Turned
 
 def expert_cases() -> Iterator[GpuCase]:
     """In the order of the table."""
-    yield GpuCase("BF16 -> FP8 rows, one scale each", quantized, in_graph=False)
-    yield GpuCase("weights of 32 experts: FP8 rows, transposed", transposed, in_graph=False)
+    yield GpuCase("BF16 -> FP8 rows, one scale each", quantized)
+    yield GpuCase("weights of 32 experts: FP8 rows, transposed", transposed)
     yield GpuCase("unpack for experts: MXFP4 -> FP8 rows, one scale each", unpacked)
-    yield GpuCase("FP8 rows -> columns of 32 experts, one scale each", columns, in_graph=False)
-    yield GpuCase("kept MXFP4 -> columns of 32 experts, one scale each", payload_columns, in_graph=False)
+    yield GpuCase("FP8 rows -> columns of 32 experts, one scale each", columns)
+    yield GpuCase("kept MXFP4 -> columns of 32 experts, one scale each", payload_columns)
     for how in ("forward", "backward", "backward and act again"):
         name = f"SwiGLU {how}: BF16 -> FP8 rows"
-        yield GpuCase(name, partial(gated, how=how), in_graph=False, max_error=SWIGLU_ERROR)
+        yield GpuCase(name, partial(gated, how=how), max_error=SWIGLU_ERROR)
 
 
-def job_of(make: Callable[[], Sequence[Result]], num_elements: int, num_read: int, as_floats: bool = False) -> Job:
+def job_of(make: Callable[[], Sequence[Result]], num_elements: int, num_bytes: int, as_floats: bool = False) -> Job:
     """A job that allocates its results.
 
     Args:
         make: does it.
-        num_elements: see `Job`.
-        num_read: bytes.
+        num_elements, num_bytes: see `Job`.
         as_floats: compare numbers, not codes and scales.
     """
     results: list[Result] = []
@@ -54,14 +53,13 @@ def job_of(make: Callable[[], Sequence[Result]], num_elements: int, num_read: in
         results[:] = make()
 
     def outputs() -> list[Tensor]:
-        show = floats if as_floats else parts
+        show = floats if as_floats else memory_of
         return [part for result in results for part in show(result)]
 
-    run()
-    return Job(run, outputs, num_elements, num_read + sum(part.nbytes for result in results for part in parts(result)))
+    return Job(run, outputs, num_elements, num_bytes)
 
 
-def parts(result: Result) -> list[Tensor]:
+def memory_of(result: Result) -> list[Tensor]:
     """What lies in memory."""
     if isinstance(result, FP8Rows):
         return [result.data.view(torch.uint8), result.scales]
@@ -75,14 +73,20 @@ def floats(result: Result) -> list[Tensor]:
 
 def kept_rows(data: Data, key: object, make: Callable[[Data], FP8Rows]) -> FP8Rows:
     """`Data.kept` for FP8 rows."""
-    codes, scales = data.kept(key, lambda own: tuple(parts(make(own))))
+    codes, scales = data.kept(key, lambda own: tuple(memory_of(make(own))))
     return FP8Rows(codes.view(torch.float8_e4m3fn), scales)
 
 
 def quantized(data: Data) -> Job:
     """All rows, as weights are."""
     src = data.source(Kind.BF16)
-    return job_of(lambda: [quantize_fp8_rows(src.data)], src.data.numel(), num_bytes(src))
+    moved = num_bytes(src) + fp8_bytes(len(src), data.hidden)
+    return job_of(lambda: [quantize_fp8_rows(src.data)], src.data.numel(), moved)
+
+
+def fp8_bytes(num_rows: int, width: int) -> int:
+    """Of FP8 rows with a scale each."""
+    return num_rows * (width + 4)
 
 
 def gradient_rows(data: Data, num_rows: int) -> FP8Rows:
@@ -92,10 +96,11 @@ def gradient_rows(data: Data, num_rows: int) -> FP8Rows:
 
 def transposed(data: Data) -> Job:
     """All rows as the matrices of the experts."""
-    num_experts = NUM_EXPERTS if data.num_rows >= NUM_EXPERTS else 1
+    num_experts = NUM_MATRICES if data.num_rows >= NUM_MATRICES else 1
     rows = gradient_rows(data, data.num_rows // num_experts * num_experts)
     weights = FP8Rows(rows.data.view(num_experts, -1, data.hidden), rows.scales.view(num_experts, -1))
-    return job_of(lambda: [GEMMS.transposed(weights)], rows.data.numel(), rows.nbytes)
+    moved = rows.nbytes + rows.data.nbytes + 4 * num_experts * data.hidden
+    return job_of(lambda: [GEMMS.transposed(weights)], rows.data.numel(), moved)
 
 
 def unpacked(data: Data) -> Job:
@@ -104,11 +109,11 @@ def unpacked(data: Data) -> Job:
     src, arrivals = data.wire_source(Kind.MXFP4, num_received), data.arrivals(num_received)
     maps = arrivals.rows, arrivals.slot_rows
     out = FP8Rows.empty(len(arrivals.rows), data.hidden, data.device)
-    for part in parts(out):
+    for part in memory_of(out):
         part.view(torch.uint8).fill_(POISON)
     moved = num_bytes(src) + sum(part.nbytes for part in (out, *maps))
     run = partial(data.backend.expand_rows, src, out._rows, *maps, None, data.backend.options())
-    return Job(run, lambda: parts(out), out.data.numel(), moved)
+    return Job(run, lambda: memory_of(out), out.data.numel(), moved)
 
 
 def groups_of(data: Data) -> Groups:
@@ -122,7 +127,13 @@ def columns(data: Data) -> Job:
     """The rows of each expert brought to one scale, and turned."""
     groups = groups_of(data)
     rows = gradient_rows(data, groups.num_rows)
-    return job_of(lambda: [GEMMS.columns(rows, groups)], rows.data.numel(), rows.nbytes)
+    moved = rows.nbytes + column_bytes(data, groups)
+    return job_of(lambda: [GEMMS.columns(rows, groups)], rows.data.numel(), moved)
+
+
+def column_bytes(data: Data, groups: Groups) -> int:
+    """Written: codes, and the scale of each expert and, once more, of each row."""
+    return fp8_bytes(groups.num_rows, data.hidden) + groups.ends.nbytes
 
 
 def payload_columns(data: Data) -> Job:
@@ -131,7 +142,7 @@ def payload_columns(data: Data) -> Job:
     src, order = data.source(Kind.MXFP4, groups.num_rows), data.permutation(groups.num_rows)
     assert src.scales is not None
     payload, scales = MXFP4Tensor(src.data, src.scales), arrived_rows(data, groups.num_rows).scales
-    moved = num_bytes(src) + order.nbytes + scales.nbytes
+    moved = num_bytes(src) + order.nbytes + scales.nbytes + column_bytes(data, groups)
     return job_of(
         lambda: [GEMMS.payload_columns(payload, order, scales, groups, torch.bfloat16)],
         groups.num_rows * data.hidden,
@@ -162,12 +173,15 @@ def gated(data: Data, how: str) -> Job:
 
     gate_up, grad = data.kept("SwiGLU", make)
     weights = data.uniform("routing weights", data.num_rows)
-    num_read = gate_up.nbytes + weights.nbytes
+    moved = gate_up.nbytes + weights.nbytes + fp8_bytes(data.num_rows, width)
     if how == "forward":
-        return job_of(lambda: [swiglu.forward_rows(gate_up, weights, GEMMS)], grad.numel(), num_read, as_floats=True)
+        return job_of(lambda: [swiglu.forward_rows(gate_up, weights, GEMMS)], grad.numel(), moved, as_floats=True)
+    makes_act = "act" in how
 
     def backward() -> list[Result]:
-        rows, grad_weights, act = swiglu.backward_rows(gate_up, weights, grad, GEMMS, makes_act="act" in how)
+        rows, grad_weights, act = swiglu.backward_rows(gate_up, weights, grad, GEMMS, makes_act)
         return [rows, grad_weights, *([] if act is None else [act])]
 
-    return job_of(backward, grad.numel(), num_read + grad.nbytes, as_floats=True)
+    moved = gate_up.nbytes + grad.nbytes + 2 * weights.nbytes + fp8_bytes(data.num_rows, 2 * width)
+    moved += fp8_bytes(data.num_rows, width) if makes_act else 0
+    return job_of(backward, gate_up.numel() + makes_act * grad.numel(), moved, as_floats=True)

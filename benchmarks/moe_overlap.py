@@ -24,7 +24,18 @@ from torch import Tensor
 from fp4comm.moe import MoELayer
 
 from .clocks import make_clock
-from .common import Budget, Times, environment, format_table, list_of, measure, number, positive, summary_record
+from .common import (
+    Budget,
+    Times,
+    environment,
+    format_table,
+    list_of,
+    measure,
+    number,
+    positive,
+    summary_record,
+    write_json_lines,
+)
 from .device import add_device_option, gpu_facts
 from .host_layers import Sizes
 from .hosts import slowest
@@ -87,6 +98,8 @@ def run(ranks: Ranks, options: argparse.Namespace) -> list[Record]:
             with on_a_stream(ranks.device):
                 found = measure_layer(ranks, sizes, recipe, options)
             records += [{**record, "shape": name} for record in found]
+            if options.json and ranks.rank == 0:
+                write_json_lines(options.json, records)  # a later layer may end the process
         ranks.say(f"{text(records[-3 * len(options.recipes) :])}\n")
     return records
 

@@ -88,23 +88,23 @@ class Report:
 
     def summary(self) -> dict[str, dict[str, Any]]:
         """What the table says, by wire or recipe."""
-        base_bytes = _mean_bytes(self.of(self.names[0])) if self.runs else {}
         result = {}
         for name in self.names:
-            differences, sent = self.differences(name), _mean_bytes(self.of(name))
+            differences, pairs = self.differences(name), list(self.pairs(name))
+            sent, base_sent = _mean_bytes([run for run, _ in pairs]), _mean_bytes([base for _, base in pairs])
             result[name] = {
                 "final_loss": statistics.mean(run.final_loss for run in self.of(name)),
                 "difference_percent": statistics.mean(differences) if differences else None,
                 "spread_percent": statistics.stdev(differences) if len(differences) > 1 else None,
-                "bytes_per_token": sum(sent.values()),
-                "relative_bytes": {leg: sent[leg] / base_bytes[leg] if base_bytes[leg] else None for leg in LEGS},
+                "bytes_per_token": sum(_mean_bytes(self.of(name)).values()),
+                "relative_bytes": {leg: sent[leg] / base_sent[leg] if base_sent[leg] else None for leg in LEGS},
                 "seconds": statistics.mean(run.seconds for run in self.of(name)),
             }
         return result
 
 
 def _mean_bytes(runs: list[Run]) -> dict[str, float]:
-    return {leg: statistics.mean(run.bytes_per_token[leg] for run in runs) for leg in LEGS}
+    return {leg: statistics.mean(run.bytes_per_token[leg] for run in runs) if runs else 0.0 for leg in LEGS}
 
 
 def table(report: Report) -> str:
@@ -147,7 +147,7 @@ def seeds(report: Report) -> str:
     if len(set(counts.values())) == 1:
         return ""
     own = ", ".join(f"{name} {count}" for name, count in counts.items())
-    return f"Seeds: {own}. A loss is the mean over its own seeds, a difference that over the seeds it shares.\n"
+    return f"Seeds: {own}. Losses and times are means over their own seeds, the rest over shared ones.\n"
 
 
 def update_document(text: str, out: Path, caption: str = "") -> bool:

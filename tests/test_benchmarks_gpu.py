@@ -295,7 +295,7 @@ def test_codec_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     run, *records = common.read_json_lines(path)
     assert run["gpu"] == torch.cuda.get_device_name()
     assert {record["record"] for record in records} == {"conversion"}
-    assert all(record["launches"] > 0 for record in records)
+    assert all(record["launches"] > 0 for record in records if not record["name"].startswith("fill"))
 
 
 @pytest.mark.gpu

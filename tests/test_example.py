@@ -319,3 +319,19 @@ def test_experts_must_divide_over_the_ranks() -> None:
     assert code not in (0, None), output
     assert output.count("train_moe: ") == 1
     assert "num_experts is 5" in output
+
+
+def test_seeds_that_not_all_have(examples: None) -> None:
+    """Differences and shares compare runs of the same seed; a line says how many seeds each has."""
+    import moe_report
+
+    report = moe_report.load(ROOT / "docs" / "training_large.json")
+    first, twin = report.of("bf16"), report.of("twin")
+    assert [run.seed for run in first] == [0, 1]
+    assert [run.seed for run in twin] == [0]
+    found = report.summary()["twin"]
+    assert found["difference_percent"] == pytest.approx(100 * (twin[0].final_loss / first[0].final_loss - 1))
+    for leg, share in found["relative_bytes"].items():
+        assert share == pytest.approx(twin[0].bytes_per_token[leg] / first[0].bytes_per_token[leg])
+    assert "Seeds: bf16 2, fp8_flow 2, fp4 2, fp4_all 1, twin 1." in moe_report.results(report)
+    assert "Seeds" not in moe_report.results(moe_report.load(ROOT / "docs" / "training.json"))

@@ -139,12 +139,19 @@ def test_long_sums_are_made_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
         gemms.multiply(x, weights, Groups.of_sizes((num_rows,)), torch.bfloat16)
     assert quick == [True, False, True, False, True]
     quick.clear()
-    for sizes, known in (((2048, 16), True), ((2064, 0), True), ((2048, 2048), False), ((4096, 16), False)):
-        groups, num_rows = Groups.of_sizes(sizes), sum(sizes)
-        groups = groups if known else Groups(groups.ends, num_rows)
+    for sizes, capacity, num_sources in (
+        ((2048, 16), None, 1),
+        ((2064, 0), None, 1),
+        ((2064, 16), 4096, 1),  # of sizes that the host doesn't know, the mean counts
+        ((2048, 16), 4112, 1),
+        ((2048, 16), 4 * 4096, 4),  # a capacity for all that four ranks may send
+        ((2048, 16), 4 * 4112, 4),
+    ):
+        groups, num_rows = Groups.of_sizes(sizes), capacity or sum(sizes)
+        groups = groups if capacity is None else Groups(groups.ends, num_rows, None, num_sources)
         turned = FP8Turned(torch.empty(32, num_rows), torch.ones(2), torch.ones(num_rows))
         gemms.weight_gradient(turned, turned, groups, torch.bfloat16)
-    assert quick == [True, False, True, False]  # of sizes that the host doesn't know, the mean counts
+    assert quick == [True, False, True, False, True, False]
 
 
 @pytest.mark.parametrize("gemms", [BlockGemms(), RowGemms()], ids=["block", "row"])

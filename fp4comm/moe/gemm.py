@@ -53,11 +53,14 @@ class Groups:
         ends: int32 `[num_local_experts]`, on the device of the rows: where each group ends.
         num_rows: of all groups, and those after them.
         known_sizes: rows of each group, if the host knows them without waiting for the device.
+        num_sources: ranks that rows come from. If the host doesn't know the groups, num_rows is what all of them may
+            send together, and rows that are spread evenly over the ranks fill that part of it.
     """
 
     ends: Tensor
     num_rows: int
     known_sizes: tuple[int, ...] | None = None
+    num_sources: int = 1
 
     @classmethod
     def of(cls, routing: Routing) -> Groups:
@@ -65,7 +68,7 @@ class Groups:
         assert routing.experts is not None
         on_host = routing.experts.ends.device.type == "cpu"
         known = routing.num_rows_per_expert if on_host else routing.sizes.padded_rows_per_expert
-        return cls(routing.experts.ends, routing.num_rows, known)
+        return cls(routing.experts.ends, routing.num_rows, known, len(routing.sizes.rows_from_rank))
 
     @classmethod
     def of_sizes(cls, sizes: tuple[int, ...], num_rows: int | None = None, device: str = "cpu") -> Groups:
@@ -79,6 +82,16 @@ class Groups:
         if self.known_sizes is not None:
             return self.known_sizes
         return tuple(end - start for start, end in pairwise([0, *self.ends.tolist()]))
+
+    @property
+    def usual_rows(self) -> float:
+        """Rows of all groups; where only the device knows them, those of an even spread over the ranks."""
+        return self.num_rows if self.known_sizes is not None else self.num_rows / self.num_sources
+
+    @property
+    def usual_size(self) -> float:
+        """Rows of the largest group; where only the device knows them, of each if all were alike."""
+        return max(self.known_sizes) if self.known_sizes is not None else self.usual_rows / len(self.ends)
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -257,7 +270,7 @@ class RowGemms(Gemms[FP8Rows, FP8Rows, FP8Turned]):
             wide = _wide(x.data)
             return self._floats.multiply(x.dequantize(wide), weights.dequantize(wide), groups, dtype)
         num_experts, n, k = weights.data.shape
-        is_slow = min(n, k) >= _LARGE and x.num_rows < _FEW_ROWS * num_experts
+        is_slow = min(n, k) >= _LARGE and groups.usual_rows < _FEW_ROWS * num_experts
         operands = x.data, weights.data.transpose(1, 2), x.scales, weights.scales
         return _grouped_mm(*operands, groups, is_quick=k <= _SHORT_SUM and not is_slow).to(dtype)
 
@@ -266,10 +279,7 @@ class RowGemms(Gemms[FP8Rows, FP8Rows, FP8Turned]):
         if not self.on_tensor_cores or not num_rows:
             wide = _wide(x.data)
             return self._floats.weight_gradient(dy.dequantize(wide), x.dequantize(wide), groups, dtype)
-        most_rows = max(
-            groups.known_sizes or (num_rows / len(groups.ends),)
-        )  # of an expert; unknown: at most in the mean
-        is_short = most_rows <= _SHORT_SUM
+        is_short = groups.usual_size <= _SHORT_SUM
         return _grouped_mm(dy.data, x.data.t(), dy.gemm_scales, x.gemm_scales, groups, is_short).to(dtype)
 
 
