@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
@@ -216,13 +216,26 @@ class EPCommunicator:
             TransportError: a rank did not answer in time; on GPUs, where calls return before that is known, in an
                 earlier call, whose results and those that followed from them are undefined.
         """
+        return self._dispatch(x, topk_idx, topk_weights, handle, layout, out, {})
+
+    def _dispatch(
+        self,
+        x: Tensor | FP8Tensor,
+        topk_idx: Tensor | None,
+        topk_weights: Tensor | None,
+        handle: Handle | None,
+        layout: str | None,
+        out: torch.dtype | str | None,
+        more_facts: Mapping[str, object],
+    ) -> tuple[Received, Handle]:
+        """`dispatch`, with more that ranks must agree about."""
         self._check_open()
         facts: dict[str, object] = {}
         plan = error = None
         try:
             raise_deferred()
             checks.check_dispatch(self, x, topk_idx, topk_weights, handle, layout, out)
-            facts = checks.dispatch_facts(x, topk_idx, topk_weights, handle, layout, out)
+            facts = checks.dispatch_facts(x, topk_idx, topk_weights, handle, layout, out) | dict(more_facts)
             if topk_idx is not None:
                 own_idx = topk_idx.clone(memory_format=torch.contiguous_format)
                 plan = plan_send(own_idx, self.num_experts, self.num_ranks, self.num_max_tokens_per_rank)
@@ -404,6 +417,12 @@ class EPCommunicator:
         if error is not None:
             raise error
         return flag
+
+    def _refuse(self, error: Exception) -> NoReturn:
+        """Raises an error of this rank on all ranks, which are about to dispatch."""
+        self._check_open()
+        self._agree("dispatch", {}, error)
+        raise error
 
     def _check_open(self) -> None:
         if self._is_closed:

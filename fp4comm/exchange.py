@@ -397,7 +397,7 @@ def _split(buffer: Tensor, num_rows: Sequence[int]) -> list[Tensor]:
 
 def _sum_slots(weights: Tensor, plan: SendPlan) -> Tensor:
     """Adds up, for each slot of each token, the values that came back with the token's rows, in rank order."""
-    total = torch.zeros(plan.num_tokens, weights.shape[1], device=weights.device)
+    total = torch.zeros(plan.num_tokens, weights.shape[1], dtype=weights.dtype, device=weights.device)
     values = _with_zero_row(weights)
     for rows in plan.token_rows.unbind(1):
         total += values[rows]

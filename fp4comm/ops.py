@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -176,6 +177,9 @@ _dispatch.register_autograd(_gradients_of_dispatch, setup_context=_save_dispatch
 @torch.library.custom_op("fp4comm::combine", mutates_args=())
 def _combine(y: Tensor, recv_topk_weights: Tensor, token: Tensor, comm: str, num_tokens: int) -> Tensor:
     handle = _handle_of(token, comm)
+    if handle.routing.layout == "expert":  # the weights that are given, which need not be those that arrived
+        given = handle.routing.slot_values(recv_topk_weights)
+        handle = replace(handle, routing=replace(handle.routing, recv_topk_weights=given))
     with torch.no_grad():
         return handle.owner.combine(y, handle)
 

@@ -277,7 +277,7 @@ def _expand_to_gemm_rows(src: Rows, out: Rows, source_rows: Tensor | None, optio
         floats = gemm_rows.floats_between(src, len(out))
         convert_rows(src, Rows.of(floats), src_row=source_rows, options=options)
         return gemm_rows.store_rows(out, *quantize_gemm_rows(floats))
-    floats = torch.empty((len(out), src.hidden), device="cpu")
+    floats = torch.empty((len(out), src.hidden), dtype=torch.float32, device="cpu")
     convert_rows(src, Rows.of(floats), src_row=source_rows)
     scales = gemm_rows.scales_of_rows(src)
     if source_rows is not None:
@@ -301,7 +301,7 @@ def gemm_columns(
         assert src_row is None
         floats = gemm_rows.floats_of_rows(src)
     else:
-        floats = torch.empty((len(row_scales), src.hidden), device="cpu")
+        floats = torch.empty((len(row_scales), src.hidden), dtype=torch.float32, device="cpu")
         convert_rows(src, Rows.of(floats), src_row)
     sizes = [len(row_scales)] if group_sizes is None else group_sizes
     return gemm_rows.turn_groups(gemm_rows.move_rows(floats, row_scales), sizes)

@@ -74,7 +74,7 @@ def scales_of_rows(rows: Rows) -> Tensor:
         has_numbers = ((magnitudes > 0) & (magnitudes < 0x7F)).view(*scales.shape, GROUP_SIZE).any(dim=2)
         found = torch.where(has_numbers | (scales != _ONE_BYTE), scales.int(), 0)
     largest = found.amax(dim=1).clamp(min=_MIN_BYTE)
-    return torch.ldexp(torch.ones(len(data), device=data.device), largest - _ONE_BYTE)
+    return torch.ldexp(torch.ones(len(data), dtype=torch.float32, device=data.device), largest - _ONE_BYTE)
 
 
 def expert_scales(scales: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,9 @@ tokens go to the GEMMs as they arrive, and gradients likewise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Generic
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from ..autograd import dispatch_gradients
 from ..backends import Rows
 from ..codec import FP8Tensor, MXFP4Tensor
 from ..communicator import EPCommunicator
-from ..errors import require
+from ..errors import InvalidArgument, require
 from ..fp8_rows import FP8Rows
 from ..memory import empty
 from ..received import Received
@@ -28,9 +29,10 @@ from ..routing import Routing
 from . import swiglu
 from .gemm import C, Gemms, Groups, R, W, gemms_for
 from .recipe import Recipe
-from .weights import Cached, version
+from .weights import Cached
 
 DTYPES = (torch.bfloat16, torch.float32)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class GroupedExperts(nn.Module):
@@ -115,12 +117,19 @@ class GroupedExperts(nn.Module):
             dtype: of the tokens.
             is_transposed: for gradients of rows.
         """
-        key = name if self.gemms.arrives_as else f"{name}.{dtype}"  # FP8 is the same for tokens of all dtypes
-        cached = self._operands.setdefault(
-            key, Cached(lambda weights: _Operands[Any, Any, Any](self.gemms, weights, dtype))
-        )
-        operands = cached.of(getattr(self, name))
+        operands = self._operands_of(name, getattr(self, name), dtype)
         return operands.transposed if is_transposed else operands.straight
+
+    def _operands_of(self, name: str, weights: Tensor, dtype: torch.dtype) -> _Operands[Any, Any, Any]:
+        """Of the weights `name`, which may be others than the module's when it is called again or was parametrized."""
+        key = name if self.gemms.arrives_as else f"{name}.{dtype}"  # FP8 is the same for tokens of all dtypes
+        cached = self._operands.setdefault(key, Cached(partial(_Operands[Any, Any, Any], self.gemms, dtype)))
+        operands: _Operands[Any, Any, Any] = cached.of(weights)
+        return operands
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is made of the weights."""
+        return {**self.__dict__, "_operands": {}}
 
     def forward(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, comm: EPCommunicator) -> Tensor:
         """What the experts of all ranks make of this rank's tokens. Collective, as is its backward.
@@ -137,11 +146,20 @@ class GroupedExperts(nn.Module):
         Raises:
             InvalidArgument: see `EPCommunicator.dispatch`; x is neither bfloat16 nor float32.
         """
-        require(x.dtype in DTYPES, "x", f"of dtype {x.dtype}", " or ".join(map(str, DTYPES)))
+        self.check_tokens(x, comm)
         inputs = (x, topk_weights, self.gate_up, self.down)
         keeps = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
         out: Tensor = _RoutedExperts.apply(*inputs, topk_idx, self, comm, keeps)
         return out
+
+    def check_tokens(self, x: Tensor, comm: EPCommunicator) -> None:
+        """Raises what is wrong with them, on all ranks as a dispatch does."""
+        is_tensor = isinstance(x, Tensor)
+        if is_tensor and x.dtype in DTYPES and x.ndim > 0 and x.shape[-1] == self.hidden:
+            return
+        found = f"{list(x.shape)} of {x.dtype}" if is_tensor else type(x).__name__
+        accepted = f"[..., {self.hidden}] of {' or '.join(map(str, DTYPES))}"
+        comm._refuse(InvalidArgument(f"x is {found}; accepted: {accepted}"))
 
     def extra_repr(self) -> str:
         num_experts, _, hidden = self.gate_up.shape
@@ -151,7 +169,7 @@ class GroupedExperts(nn.Module):
 class _Operands(Generic[R, W, C]):
     """Weights and their transposes as GEMMs read them; the latter only once they are asked for."""
 
-    def __init__(self, gemms: Gemms[R, W, C], weights: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, gemms: Gemms[R, W, C], dtype: torch.dtype, weights: Tensor) -> None:
         self._gemms: Gemms[R, W, C] = gemms
         self.straight: W = gemms.weights(weights, dtype)
         self._transposed: W | None = None
@@ -163,6 +181,17 @@ class _Operands(Generic[R, W, C]):
         return self._transposed
 
 
+def _without_autocast(function: F) -> F:
+    """Of an autograd function: formats are those of the recipe."""
+
+    @wraps(function)
+    def call(ctx: Any, first: Tensor, *args: Any) -> Any:
+        with torch.autocast(first.device.type, enabled=False):
+            return function(ctx, first, *args)
+
+    return cast(F, call)
+
+
 class _RoutedExperts(torch.autograd.Function):
     """`(x, topk_weights, gate_up, down, topk_idx, experts, comm, keeps) -> out`, from dispatch to combine.
 
@@ -170,6 +199,7 @@ class _RoutedExperts(torch.autograd.Function):
     """
 
     @staticmethod
+    @_without_autocast
     def forward(
         ctx: Any,
         x: Tensor,
@@ -183,30 +213,37 @@ class _RoutedExperts(torch.autograd.Function):
     ) -> Tensor:
         gemms, recipe, dtype = experts.gemms, experts.recipe, x.dtype
         out = gemms.arrives_as or dtype
-        received, handle = comm.dispatch(x.detach(), topk_idx, topk_weights.detach(), out=out)
+        needs_rows = keeps and (x.requires_grad or topk_weights.requires_grad)
+        facts = {"backward": keeps, "gradient of x or topk_weights": needs_rows}
+        received, handle = comm._dispatch(x.detach(), topk_idx, topk_weights.detach(), None, None, out, facts)
         kept_rows = _tensors_to_keep(received, recipe) if keeps else []  # at once: others may write there later
         groups, row_weights = Groups.of(handle.routing), received.topk_weights
-        hidden_rows = gemms.multiply(received.x, experts.operand("gate_up", dtype), groups, dtype)
+        of_gate_up, of_down = experts._operands_of("gate_up", gate_up, dtype), experts._operands_of("down", down, dtype)
+        hidden_rows = gemms.multiply(received.x, of_gate_up.straight, groups, dtype)
         act = swiglu.forward_rows(hidden_rows, row_weights, gemms)
-        y = gemms.multiply(act, experts.operand("down", dtype), groups, dtype)
+        y = gemms.multiply(act, of_down.straight, groups, dtype)
         if keeps:
             kept_act = _tensors_of(act) if recipe.keeps_act else []
             ctx.save_for_backward(hidden_rows, row_weights, *kept_rows, *kept_act)
             ctx.num_kept_rows, ctx.routing, ctx.experts, ctx.comm = len(kept_rows), handle.routing, experts, comm
-            ctx.versions = version(gate_up), version(down)
+            ctx.weights, ctx.operands = (gate_up, down), (of_gate_up, of_down)
+            ctx.versions = gate_up._version, down._version
         return comm.combine(y, handle, apply_weights=False)
 
     @staticmethod
     @once_differentiable
+    @_without_autocast
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         experts, comm, routing = ctx.experts, ctx.comm, ctx.routing
         hidden_rows, row_weights, *kept = ctx.saved_tensors
-        _check_unchanged(experts, ctx.versions)
+        (gate_up, down), (of_gate_up, of_down) = ctx.weights, ctx.operands  # those of forward
+        if (gate_up._version, down._version) != ctx.versions:
+            raise RuntimeError("weights of experts were changed in place between forward and backward")
         gemms, dtype, groups = experts.gemms, hidden_rows.dtype, Groups.of(routing)
         needs_x, needs_weights, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
 
         grad_y = _receive_gradients(comm, grad_out, routing, gemms)
-        grad_act = gemms.multiply(grad_y, experts.operand("down", dtype, is_transposed=True), groups, dtype)
+        grad_act = gemms.multiply(grad_y, of_down.transposed, groups, dtype)
         act = _rows_from(kept[ctx.num_kept_rows :])
         grad_hidden, grad_row_weights, made = swiglu.backward_rows(
             hidden_rows, row_weights, grad_act, gemms, makes_act=needs_down and act is None
@@ -216,26 +253,19 @@ class _RoutedExperts(torch.autograd.Function):
         grad_down = grad_gate_up = grad_x = grad_topk_weights = None
         if needs_down:
             columns = gemms.columns(grad_y, groups), gemms.columns(act, groups)
-            grad_down = gemms.weight_gradient(*columns, groups, experts.down.dtype)
+            grad_down = gemms.weight_gradient(*columns, groups, down.dtype)
             del columns
         del grad_y, act
         if needs_gate_up:
             x_columns = _kept_columns(kept[: ctx.num_kept_rows], experts, groups, dtype)
             grad_columns = gemms.columns(grad_hidden, groups)
-            grad_gate_up = gemms.weight_gradient(grad_columns, x_columns, groups, experts.gate_up.dtype)
+            grad_gate_up = gemms.weight_gradient(grad_columns, x_columns, groups, gate_up.dtype)
             del x_columns, grad_columns
         if needs_x or needs_weights:
-            weights = experts.operand("gate_up", dtype, is_transposed=True)
-            grad_rows = gemms.multiply(grad_hidden, weights, groups, dtype)
+            grad_rows = gemms.multiply(grad_hidden, of_gate_up.transposed, groups, dtype)
             wanted = grad_row_weights if needs_weights else None
             grad_x, grad_topk_weights = dispatch_gradients(comm._exchange, routing, grad_rows, wanted, dtype)
         return grad_x if needs_x else None, grad_topk_weights, grad_gate_up, grad_down, None, None, None, None
-
-
-def _check_unchanged(experts: GroupedExperts, versions: tuple[tuple[int, int], ...]) -> None:
-    now = version(experts.gate_up), version(experts.down)
-    if now != versions:
-        raise RuntimeError("weights of experts were changed in place between forward and backward")
 
 
 def _tensors_to_keep(received: Received, recipe: Recipe) -> list[Tensor]:

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..agreement import agree
 from ..communicator import EPCommunicator
 from ..errors import require
-from .experts import GroupedExperts
+from .experts import DTYPES, GroupedExperts
 from .recipe import Recipe
 from .router import Router, Routes
 from .shared import SharedExperts, can_start
@@ -101,7 +102,8 @@ class MoELayer(nn.Module):
         self._owns_comm = not isinstance(group, EPCommunicator)
         if isinstance(group, EPCommunicator):
             self.comm = group
-            _check_shared(group, self.recipe, hidden, num_experts, communicator_options)
+            given = {"expert_alignment": expert_alignment, "num_max_tokens_per_rank": num_max_tokens_per_rank}
+            _check_shared(group, self.recipe, hidden, num_experts, given, communicator_options)
         else:
             if expert_alignment is None:
                 expert_alignment = self.recipe.expert_alignment(num_max_tokens_per_rank is not None)
@@ -115,13 +117,33 @@ class MoELayer(nn.Module):
                 **communicator_options,
             )
         device = self.comm.device if device is None else device
-        self.router = Router(hidden, num_experts, num_topk, device=device, **(router or {}))
-        self.experts = GroupedExperts(self.comm, ffn_hidden, self.recipe, gemms=gemms, dtype=dtype, device=device)
-        width = num_shared_experts * ffn_hidden
-        self.shared = SharedExperts(hidden, width, dtype=dtype, device=device) if width else None
+        error = None
+        try:
+            self.router = Router(hidden, num_experts, num_topk, device=device, **(router or {}))
+            self.experts = GroupedExperts(self.comm, ffn_hidden, self.recipe, gemms=gemms, dtype=dtype, device=device)
+            is_count = isinstance(num_shared_experts, int) and num_shared_experts >= 0
+            require(is_count, "num_shared_experts", num_shared_experts, "an integer, at least 0")
+            width = num_shared_experts * ffn_hidden
+            self.shared = SharedExperts(hidden, width, dtype=dtype, device=device) if width else None
+        except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+            error = raised
+        self._agree({"ffn_hidden": ffn_hidden, "num_topk": num_topk, "recipe": str(self.recipe)}, error)
+
+    def _agree(self, facts: dict[str, object], error: Exception | None) -> None:
+        """Closes the communicator and raises, on all ranks, if one has an error or other arguments."""
+        if not self._owns_comm:
+            if error is not None:
+                raise error
+            return
+        try:
+            agree(self.comm._transport, "MoELayer", facts, error)
+        except Exception:
+            self.comm.close()
+            raise
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` bfloat16 or float32 -> the same shape and dtype. No tokens at all are fine."""
+        self._check(x)
         tokens = x.reshape(-1, x.shape[-1])
         routes = self.router(tokens)
         self.num_tokens_per_expert, self.balance = routes.num_tokens_per_expert, routes.balance
@@ -131,6 +153,11 @@ class MoELayer(nn.Module):
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view(x.shape)
+
+    def _check(self, x: Tensor) -> None:
+        """Before the router, which would fail on one rank alone."""
+        if not (isinstance(x, Tensor) and x.dtype in DTYPES and x.ndim > 0 and x.shape[-1] == self.comm.hidden):
+            self.experts.check_tokens(x, self.comm)
 
     @_outside_graphs
     def _routed(self, tokens: Tensor, routes: Routes) -> Tensor:
@@ -166,7 +193,17 @@ class MoELayer(nn.Module):
             self.comm.close()
 
 
-def _check_shared(comm: EPCommunicator, recipe: Recipe, hidden: int, num_experts: int, options: dict[str, Any]) -> None:
+def _check_shared(
+    comm: EPCommunicator,
+    recipe: Recipe,
+    hidden: int,
+    num_experts: int,
+    given: dict[str, int | None],
+    options: dict[str, Any],
+) -> None:
+    for name, value in given.items():
+        own = getattr(comm, name)
+        require(value is None or value == own, name, value, f"{own}, that of the communicator, or None")
     require(not options, "communicator_options", sorted(options), "none together with a communicator, which has them")
     require(comm.hidden == hidden, "hidden", hidden, f"{comm.hidden}, that of the communicator")
     require(comm.num_experts == num_experts, "num_experts", num_experts, f"{comm.num_experts}, as the communicator")

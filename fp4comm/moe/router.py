@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,8 @@ class Router(nn.Module):
 
     Attributes:
         weight: `[num_experts, hidden]`.
-        bias: float32 `[num_experts]`, saved with the state but not trained; None without.
+        bias: float32 `[num_experts]`, whatever the module is converted to; saved with the state but not trained. None
+            without.
 
     Raises:
         InvalidArgument: numbers that don't fit together.
@@ -90,6 +92,15 @@ class Router(nn.Module):
         self.register_buffer("bias", bias)
         self.reset_parameters()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """As any module is moved or converted, but for the bias, whose steps BF16 would lose: it stays float32."""
+        bias = self.bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.bias is not None and self.bias.dtype != bias.dtype:
+            has_numbers = not (bias.is_meta or self.bias.is_meta)
+            self.bias = bias.to(self.bias.device) if has_numbers else torch.empty_like(self.bias, dtype=bias.dtype)
+        return self
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draws the weight as `nn.Linear` does; the bias is zero."""
@@ -126,7 +137,8 @@ class Router(nn.Module):
         num_tokens = max(scores.shape[0], 1)
         shares = scores if self.score == "softmax" else scores / (scores.sum(dim=-1, keepdim=True) + _LEAST_SUM)
         load_shares = load.float() / (num_tokens * self.num_topk)
-        return self.num_experts * (load_shares @ (shares.sum(dim=0) / num_tokens))
+        with torch.autocast(scores.device.type, enabled=False):
+            return self.num_experts * (load_shares @ (shares.sum(dim=0) / num_tokens))
 
     @torch.no_grad()
     def update_bias(self, num_tokens_per_expert: Tensor, rate: float = 1e-3) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..backends.gemm_rows import least_exponents
 from ..errors import require
@@ -76,44 +78,46 @@ def _quantize_matrix(weight: Tensor, data: Tensor, scales: Tensor) -> None:
     data.copy_((blocks / divisor[:, None, :, None]).view_as(padded)[:n, :k])
 
 
-_num_fused_steps = 0
+_num_steps = 0
+_unknown = count()
 
 
-def _count_fused_step(optimizer: Optimizer, *_: object) -> None:
-    global _num_fused_steps
-    _num_fused_steps += any(group.get("fused") for group in optimizer.param_groups)
+def _count_step(*_: object) -> None:
+    global _num_steps
+    _num_steps += 1
 
 
-# These write to their parameters without a new version of the tensors (torch 2.13).
-register_optimizer_step_post_hook(_count_fused_step)
-
-
-def version(tensor: Tensor) -> tuple[int, int]:
-    """Another one after the tensor was written to, and after a step of any fused optimizer of torch's."""
-    return tensor._version, _num_fused_steps
+# Fused ones write to their parameters without a new version of the tensors (torch 2.13), and so do FSDP2 and
+# ZeroRedundancyOptimizer, which bring what other ranks have updated.
+register_optimizer_step_post_hook(_count_step)
 
 
 class Cached(Generic[Operand]):
     """What `make` makes of a tensor, made again when the tensor may have been written to or is another one.
 
-    Writing through `tensor.data` goes unnoticed by torch, and so here: call `forget` after that.
+    Writing through `tensor.data`, and collectives, go unnoticed by torch, and so here: call `forget` after that.
     """
 
     def __init__(self, make: Callable[[Tensor], Operand]) -> None:
         self._make = make
         self._key: tuple[object, ...] | None = None
+        self._storage: StorageWeakRef | None = None
         self._made: Operand | None = None
 
     def of(self, tensor: Tensor) -> Operand:
         """For the tensor as it is now; not differentiable."""
-        key = (tensor.data_ptr(), *version(tensor), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if self._made is None or key != self._key:
+        version = next(_unknown) if tensor.is_inference() else tensor._version  # those have none
+        layout = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        key = (version, _num_steps, tensor.is_inference(), *layout)
+        # Other tensors may lie where one was that is gone.
+        is_same = self._storage is not None and not self._storage.expired() and key == self._key
+        if self._made is None or not is_same:
             self._made = None  # its memory may serve for the new one
             with torch.no_grad():
                 self._made = self._make(tensor.detach())
-            self._key = key
+            self._key, self._storage = key, StorageWeakRef(tensor.untyped_storage())
         return self._made
 
     def forget(self) -> None:
         """Makes it again at the next use."""
-        self._key = self._made = None
+        self._key = self._storage = self._made = None
