@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options; `shapes` are the sizes to measure by name."""
-    return parse_shapes(make_parser(), arguments)
+    parser = make_parser()
+    options = parse_shapes(parser, arguments)
+    if options.plot and find_spec("matplotlib") is None:  # before anything is measured
+        parser.error("--plot needs matplotlib; install it with: pip install matplotlib")
+    return options
 
 
 def main() -> None:

@@ -45,7 +45,11 @@ python=${PYTHON:-.venv/bin/python}
 [[ -n ${PYTHON:-} || -x $python ]] || python=python3
 mpirun=${MPIRUN:-$(dirname "$python")/mpirun}
 [[ -n ${MPIRUN:-} || -x $mpirun ]] || mpirun=mpirun
-gpus=${GPUS:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
+gpus=${GPUS:-$("$python" -c 'import torch; print(torch.cuda.device_count())' 2>/dev/null || echo none)}
+if [[ $gpus == none ]]; then
+    echo "error: $python has no torch; run make install, name one with PYTHON=..., or set GPUS=8 for --dry-run" >&2
+    exit 2
+fi
 if [[ ! $gpus =~ ^[0-9]+$ ]] || ((gpus < 2)); then
     echo "error: $gpus GPUs; accepted: at least two, or GPUS=8 with --dry-run" >&2
     exit 2

@@ -10,8 +10,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-import matplotlib.pyplot as plt
+try:
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+except ImportError as error:
+    raise SystemExit(f"error: no plot ({error}); install it with: pip install matplotlib") from None
 
 from .common import read_json_lines
 from .tables import LEGS, unique

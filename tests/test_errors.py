@@ -229,7 +229,7 @@ def test_wrong_groups_and_transports() -> None:
         make("world")
     with pytest.raises(InvalidArgument, match="transport is 'smoke-signals'; accepted: 'auto'"):
         make(None, transport="smoke-signals")
-    with pytest.raises(InvalidArgument, match="transport is 'mpi', but a group of type NoneType goes with 'loopback'"):
+    with pytest.raises(InvalidArgument, match="type NoneType goes with 'loopback'; accepted: 'auto'; a group"):
         make(None, transport="mpi")
     with pytest.raises(InvalidArgument, match="timeout_secs is 0"):
         make(None, timeout_secs=0)
@@ -269,6 +269,25 @@ def fail_to_call(group: Any) -> tuple[float, tuple[int, ...], str]:
         comm.dispatch(**good_arguments())
     time.sleep(2)  # let the others find out by themselves
     return waited, caught.value.ranks, str(caught.value)
+
+
+def fail_to_join(group: Any) -> str:
+    """The last rank never makes a communicator."""
+    if group.Get_rank() == group.Get_size() - 1:
+        time.sleep(4)
+        return ""
+    with pytest.raises(TransportError) as caught:
+        make(group, timeout_secs=1.0)
+    time.sleep(3)
+    return str(caught.value)
+
+
+@pytest.mark.mpi
+def test_a_rank_that_never_joins() -> None:
+    if not have_launcher("mpi"):
+        pytest.skip("mpi is not installed")
+    first, _ = run_ranks(fail_to_join, 2, launcher="mpi", timeout=40)
+    assert "rank 0 waited 1 s for the other ranks to join it over MPI" in first
 
 
 @pytest.mark.mpi

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from launch import run_ranks
 from test_moe_layer import SIZES, make_layer, tokens
 from thread_ranks import run_thread_ranks
 from torch import Tensor
@@ -146,6 +147,50 @@ def test_operators_sum_with_the_weights_that_they_are_given() -> None:
         again = ops.combine(comm, received.x, received.topk_weights * 2 * mask, handle)
     torch.testing.assert_close(plain, x / 2)
     torch.testing.assert_close(again, masked, rtol=0, atol=0)
+
+
+# ---- weights that other ranks update ----
+
+
+def losses(group: Any, how: str) -> list[float]:
+    """Of six steps of a layer that is whole on every rank; the same tokens on all of them."""
+    layer: Any = make_layer(recipe="fp4")
+    if how == "FSDP2":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(group, "cpu")
+        fully_shard(layer.experts, mesh=mesh)
+        fully_shard(layer, mesh=mesh)
+    parameters = list(layer.parameters())
+    if how == "ZeRO":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        optimizer: Any = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, process_group=group, lr=1e-2)
+    else:
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    found = []
+    for step in range(6):
+        x = torch.randn(16, SIZES["hidden"], generator=torch.Generator().manual_seed(step))
+        loss = (layer(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss))
+    return found
+
+
+def all_losses(group: Any) -> dict[str, list[float]]:
+    return {how: losses(group, how) for how in ("plain", "FSDP2", "ZeRO")}
+
+
+@pytest.mark.mpi
+def test_sharded_weights_and_optimizers() -> None:
+    """Both write to parameters without a new version of them; what GEMMs read is made anew after each step."""
+    for found in run_ranks(all_losses, 2, launcher="torchrun", timeout=60):
+        assert len(set(found["plain"])) == 6
+        assert found["FSDP2"] == pytest.approx(found["plain"], rel=1e-6)
+        assert found["ZeRO"] == pytest.approx(found["plain"], rel=1e-6)
 
 
 # ---- on one of two ranks ----

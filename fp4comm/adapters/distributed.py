@@ -36,6 +36,8 @@ WIRES = ("mxfp4", "fp8", "bf16")
 
 # Whose C++ trampoline keeps Python's lock while the base class works, so that they are forwarded from here (torch's
 # own group releases it): with the lock held, gloo's threads and ours can wait for each other for ever.
+_HAS_SEQUENCE_NUMBERS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)  # where they are set by hand
+
 _FORWARDED = (
     "_allgather_base",
     "_reduce_scatter_base",
@@ -392,7 +394,8 @@ def _inner_backends(facts: Any) -> list[tuple[str, str, Any]]:
     for _, _, backend in backends:
         backend.options.global_ranks_in_group = facts.global_ranks_in_group
         backend.options.group_name = facts.group_id
-        backend._set_sequence_number_for_group()
+        if _HAS_SEQUENCE_NUMBERS:
+            backend._set_sequence_number_for_group()
     return backends
 
 

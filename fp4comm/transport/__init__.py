@@ -47,7 +47,11 @@ def make_transport(
         raise InvalidArgument(f"timeout_secs is {timeout_secs!r}; accepted: a number of seconds above 0")
     suited = _transport_for(group)
     if name not in ("auto", suited) and not (name in ("nccl", "peer") and suited != "loopback"):
-        raise InvalidArgument(f"transport is {name!r}, but a group of type {type(group).__name__} goes with {suited!r}")
+        what = f"a group of type {type(group).__name__} goes with {suited!r}"
+        accepted = "'auto'" + (
+            "; a group of several processes is started with mpirun or torchrun" if group is None else ""
+        )
+        raise InvalidArgument(f"transport is {name!r}, but {what}; accepted: {accepted}")
     if suited == "loopback":
         return LoopbackTransport()
     group = group.get_group() if hasattr(group, "get_group") else group

@@ -52,8 +52,14 @@ class MPITransport(Transport):
 
     def __init__(self, comm: MPI.Intracomm, timeout_secs: float) -> None:
         self._mpi = load_mpi()
-        self._comm = comm.Dup()
         super().__init__(comm.Get_rank(), comm.Get_size(), timeout_secs)
+        self._comm, request = comm.Idup()
+        if not self._is_done([request]):
+            _ABANDONED.append((self._comm, request))
+            raise TransportError(
+                f"rank {self.rank} waited {timeout_secs:g} s for the other ranks to join it over MPI; "
+                "one ended, never made this call, or needs a larger timeout_secs"
+            )
 
     def _exchange_with_peers(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         requests: list[tuple[int, MPI.Request]] = []
@@ -72,23 +78,28 @@ class MPITransport(Transport):
             raise
 
     def _wait(self, requests: list[tuple[int, MPI.Request]]) -> None:
-        pending = [request for _, request in requests]
+        if not self._is_done([request for _, request in requests]):
+            missing = tuple(sorted({peer for peer, request in requests if not request.Test()}))
+            self._unusable = f"an exchange with rank(s) {list(missing)} timed out"
+            raise TransportError(
+                f"rank {self.rank} waited {self.timeout_secs:g} s for rank(s) {list(missing)} over MPI; "
+                "they ended, never made this call, or need a larger timeout_secs",
+                missing,
+            )
+
+    def _is_done(self, requests: list[MPI.Request]) -> bool:
+        """Waits for them; False if the time is over before."""
         deadline = time.monotonic() + self.timeout_secs
         polls = 0
-        while not self._mpi.Request.Testall(pending):
+        while not self._mpi.Request.Testall(requests):
             polls += 1
             if polls <= _NUM_YIELDING_POLLS:
                 os.sched_yield()
                 continue
             time.sleep(_SLEEP_SECS)
             if time.monotonic() > deadline:
-                missing = tuple(sorted({peer for peer, request in requests if not request.Test()}))
-                self._unusable = f"an exchange with rank(s) {list(missing)} timed out"
-                raise TransportError(
-                    f"rank {self.rank} waited {self.timeout_secs:g} s for rank(s) {list(missing)} over MPI; "
-                    "they ended, never made this call, or need a larger timeout_secs",
-                    missing,
-                )
+                return False
+        return True
 
     def close(self) -> None:
         if not self._unusable and not self._mpi.Is_finalized():
