@@ -421,7 +421,7 @@ class EPCommunicator:
     def _refuse(self, error: Exception) -> NoReturn:
         """Raises an error of this rank on all ranks, which are about to dispatch."""
         self._check_open()
-        self._agree("dispatch", {}, error)
+        self._begin_sizes(None, {}, error)()
         raise error
 
     def _check_open(self) -> None:

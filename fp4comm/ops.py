@@ -178,10 +178,20 @@ _dispatch.register_autograd(_gradients_of_dispatch, setup_context=_save_dispatch
 def _combine(y: Tensor, recv_topk_weights: Tensor, token: Tensor, comm: str, num_tokens: int) -> Tensor:
     handle = _handle_of(token, comm)
     if handle.routing.layout == "expert":  # the weights that are given, which need not be those that arrived
+        _check_weights(recv_topk_weights, handle)
         given = handle.routing.slot_values(recv_topk_weights)
         handle = replace(handle, routing=replace(handle.routing, recv_topk_weights=given))
     with torch.no_grad():
         return handle.owner.combine(y, handle)
+
+
+def _check_weights(weights: Tensor, handle: Handle) -> None:
+    num_rows = handle.routing.num_rows
+    if weights.dtype != torch.float32 or weights.shape != (num_rows,):
+        found = f"{list(weights.shape)} of {weights.dtype}"
+        error = InvalidArgument(f"recv_topk_weights is {found}; accepted: [{num_rows}] of torch.float32")
+        handle.owner._agree("combine", {}, error)
+        raise error
 
 
 @_combine.register_fake

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import io
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,7 @@ import fp4comm
 from fp4comm import ops
 from fp4comm.errors import InvalidArgument
 from fp4comm.moe import MoELayer
+from fp4comm.moe.experts import _Operands
 
 RECIPES = ["fp32", "fp8_flow", "fp4"]
 
@@ -75,6 +77,47 @@ def test_steps_of_other_models_do_no_harm() -> None:
     out = layer(x)
     torch.optim.AdamW(other.parameters(), fused=True).step()
     assert torch.equal(*want, *torch.autograd.grad(out.sum(), layer.experts.down))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_its_own_fused_step_before_backward_is_an_error(recipe: str) -> None:
+    """As a change in place is, though torch has no new version then."""
+    layer, x = make_layer(recipe=recipe), tokens()
+    optimizer = torch.optim.AdamW(layer.parameters(), fused=True)
+    layer(x).sum().backward()
+    out = layer(x)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="changed in place"):
+        out.sum().backward()
+
+
+def test_a_loss_that_is_kept_holds_no_operands() -> None:
+    """Else each layer would have those of two steps."""
+
+    def alive() -> int:
+        return sum(type(each) is _Operands for each in gc.get_objects())
+
+    gc.collect()
+    before = alive()
+    layer, x, most, losses = make_layer(recipe="fp4"), tokens(), [], []
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for _ in range(4):
+        losses.append(layer(x).sum())
+        most.append(alive() - before)
+        losses[-1].backward()
+        optimizer.step()
+    assert most == [2, 2, 2, 2]
+
+
+def test_frozen_weights_are_not_made_anew() -> None:
+    layer, other = make_layer(recipe="fp4"), torch.nn.Linear(4, 4)
+    layer.requires_grad_(False)
+    other(torch.ones(4)).sum().backward()
+    first = layer.experts.operand("down", torch.float32)
+    torch.optim.SGD(other.parameters()).step()
+    assert layer.experts.operand("down", torch.float32) is first
+    layer.load_state_dict(layer.state_dict())
+    assert layer.experts.operand("down", torch.float32) is not first
 
 
 def test_saved_and_loaded_as_a_whole() -> None:
@@ -145,6 +188,9 @@ def test_operators_sum_with_the_weights_that_they_are_given() -> None:
         mask = (torch.arange(len(received.topk_weights)) % 3 > 0).float()
         masked = ops.combine(comm, received.x * mask[:, None], received.topk_weights * 2, handle)
         again = ops.combine(comm, received.x, received.topk_weights * 2 * mask, handle)
+        for wrong in (received.topk_weights.bfloat16(), received.topk_weights[1:], received.topk_weights[:, None]):
+            with pytest.raises(InvalidArgument, match=r"recv_topk_weights is \[.*accepted: \[40\] of torch.float32"):
+                ops.combine(comm, received.x, wrong, handle)
     torch.testing.assert_close(plain, x / 2)
     torch.testing.assert_close(again, masked, rtol=0, atol=0)
 
@@ -208,6 +254,7 @@ def refused_everywhere(message: str, use: Callable[[Any, int], object]) -> None:
     assert all(message in each for each in found), found
 
 
+@pytest.mark.parametrize("checks", [True, False])
 @pytest.mark.parametrize(
     "wrong, message",
     [
@@ -216,9 +263,9 @@ def refused_everywhere(message: str, use: Callable[[Any, int], object]) -> None:
         (lambda x: None, "x is NoneType"),
     ],
 )
-def test_tokens_of_one_rank_are_wrong(wrong: Callable[[Tensor], Any], message: str) -> None:
+def test_tokens_of_one_rank_are_wrong(wrong: Callable[[Tensor], Any], message: str, checks: bool) -> None:
     x = torch.randn(9, SIZES["hidden"])
-    refused_everywhere(message, lambda group, rank: make_layer(group)(x if rank else wrong(x)))
+    refused_everywhere(message, lambda group, rank: make_layer(group, check_inputs=checks)(x if rank else wrong(x)))
 
 
 def test_arguments_of_one_rank_are_wrong() -> None:

@@ -34,10 +34,10 @@ from ..memory import empty
 BACKEND = "fp4comm"
 WIRES = ("mxfp4", "fp8", "bf16")
 
-# Whose C++ trampoline keeps Python's lock while the base class works, so that they are forwarded from here (torch's
-# own group releases it): with the lock held, gloo's threads and ours can wait for each other for ever.
 _HAS_SEQUENCE_NUMBERS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14)  # where they are set by hand
 
+# Whose C++ trampoline keeps Python's lock while the base class works, so that they are forwarded from here (torch's
+# own group releases it): with the lock held, gloo's threads and ours can wait for each other for ever.
 _FORWARDED = (
     "_allgather_base",
     "_reduce_scatter_base",

@@ -9,6 +9,7 @@ tokens go to the GEMMs as they arrive, and gradients likewise.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, Generic, TypeVar, cast
@@ -29,7 +30,7 @@ from ..routing import Routing
 from . import swiglu
 from .gemm import C, Gemms, Groups, R, W, gemms_for
 from .recipe import Recipe
-from .weights import Cached
+from .weights import Cached, num_steps, version
 
 DTYPES = (torch.bfloat16, torch.float32)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -127,6 +128,11 @@ class GroupedExperts(nn.Module):
         operands: _Operands[Any, Any, Any] = cached.of(weights)
         return operands
 
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """Sharded weights get a new version, but not what is gathered of them."""
+        super()._load_from_state_dict(*args)
+        self.forget_operands()
+
     def __getstate__(self) -> dict[str, Any]:
         """Without what is made of the weights."""
         return {**self.__dict__, "_operands": {}}
@@ -214,7 +220,7 @@ class _RoutedExperts(torch.autograd.Function):
         gemms, recipe, dtype = experts.gemms, experts.recipe, x.dtype
         out = gemms.arrives_as or dtype
         needs_rows = keeps and (x.requires_grad or topk_weights.requires_grad)
-        facts = {"backward": keeps, "gradient of x or topk_weights": needs_rows}
+        facts = {"a gradient of the layer": keeps, "gradient of x or topk_weights": needs_rows}
         received, handle = comm._dispatch(x.detach(), topk_idx, topk_weights.detach(), None, None, out, facts)
         kept_rows = _tensors_to_keep(received, recipe) if keeps else []  # at once: others may write there later
         groups, row_weights = Groups.of(handle.routing), received.topk_weights
@@ -224,10 +230,10 @@ class _RoutedExperts(torch.autograd.Function):
         y = gemms.multiply(act, of_down.straight, groups, dtype)
         if keeps:
             kept_act = _tensors_of(act) if recipe.keeps_act else []
-            ctx.save_for_backward(hidden_rows, row_weights, *kept_rows, *kept_act)
+            weights = _KeptWeights(gate_up, down, of_gate_up, of_down)
+            ctx.save_for_backward(hidden_rows, row_weights, *weights.temporary(gate_up, down), *kept_rows, *kept_act)
             ctx.num_kept_rows, ctx.routing, ctx.experts, ctx.comm = len(kept_rows), handle.routing, experts, comm
-            ctx.weights, ctx.operands = (gate_up, down), (of_gate_up, of_down)
-            ctx.versions = gate_up._version, down._version
+            ctx.weights = weights
         return comm.combine(y, handle, apply_weights=False)
 
     @staticmethod
@@ -236,9 +242,7 @@ class _RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         experts, comm, routing = ctx.experts, ctx.comm, ctx.routing
         hidden_rows, row_weights, *kept = ctx.saved_tensors
-        (gate_up, down), (of_gate_up, of_down) = ctx.weights, ctx.operands  # those of forward
-        if (gate_up._version, down._version) != ctx.versions:
-            raise RuntimeError("weights of experts were changed in place between forward and backward")
+        (gate_up, of_gate_up), (down, of_down) = ctx.weights.of_forward(kept, experts, hidden_rows.dtype)
         gemms, dtype, groups = experts.gemms, hidden_rows.dtype, Groups.of(routing)
         needs_x, needs_weights, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
 
@@ -266,6 +270,40 @@ class _RoutedExperts(torch.autograd.Function):
             wanted = grad_row_weights if needs_weights else None
             grad_x, grad_topk_weights = dispatch_gradients(comm._exchange, routing, grad_rows, wanted, dtype)
         return grad_x if needs_x else None, grad_topk_weights, grad_gate_up, grad_down, None, None, None, None
+
+
+class _KeptWeights:
+    """The weights of a forward, for its backward, and what was made of them if that is still there: an autograd context
+    lives as long as the loss, and must not hold two bytes for each weight.
+
+    Temporary weights are saved as tensors, so that torch frees them after backward; parameters live in any case.
+    """
+
+    def __init__(self, gate_up: Tensor, down: Tensor, *operands: _Operands[Any, Any, Any]) -> None:
+        self._parameters = [weights if weights.is_leaf else None for weights in (gate_up, down)]
+        self._versions = [version(weights) for weights in (gate_up, down)]
+        self._operands = [weakref.ref(each) for each in operands]
+        self._num_steps = num_steps()
+
+    def temporary(self, *weights: Tensor) -> list[Tensor]:
+        """What must be saved, to be the first of `kept`."""
+        return [each for each, parameter in zip(weights, self._parameters, strict=True) if parameter is None]
+
+    def of_forward(
+        self, kept: list[Tensor], experts: GroupedExperts, dtype: torch.dtype
+    ) -> list[tuple[Tensor, _Operands[Any, Any, Any]]]:
+        """Both weights with their operands; takes its own from `kept`."""
+        found = []
+        for name, parameter, before, operands in zip(
+            ("gate_up", "down"), self._parameters, self._versions, self._operands, strict=True
+        ):
+            weights = kept.pop(0) if parameter is None else parameter
+            made = operands()
+            is_same = parameter is None or version(weights) == before  # torch checks what it saved
+            if not is_same or (made is None and self._num_steps != num_steps()):
+                raise RuntimeError("weights of experts were changed in place between forward and backward")
+            found.append((weights, experts._operands_of(name, weights, dtype) if made is None else made))
+        return found
 
 
 def _tensors_to_keep(received: Received, recipe: Recipe) -> list[Tensor]:

@@ -127,7 +127,8 @@ class MoELayer(nn.Module):
             self.shared = SharedExperts(hidden, width, dtype=dtype, device=device) if width else None
         except Exception as raised:  # whatever it is, the other ranks must not wait for this one
             error = raised
-        self._agree({"ffn_hidden": ffn_hidden, "num_topk": num_topk, "recipe": str(self.recipe)}, error)
+        facts = {"ffn_hidden": ffn_hidden, "num_topk": num_topk, "recipe": str(self.recipe), "router": str(router)}
+        self._agree(facts | {"num_shared_experts": num_shared_experts}, error)
 
     def _agree(self, facts: dict[str, object], error: Exception | None) -> None:
         """Closes the communicator and raises, on all ranks, if one has an error or other arguments."""
@@ -137,7 +138,7 @@ class MoELayer(nn.Module):
             return
         try:
             agree(self.comm._transport, "MoELayer", facts, error)
-        except Exception:
+        except BaseException:
             self.comm.close()
             raise
 
@@ -184,7 +185,6 @@ class MoELayer(nn.Module):
         memo[id(self)] = copied
         rest = {name: value for name, value in self.__dict__.items() if name not in detached}
         copied.__dict__.update(deepcopy(rest, memo), _owns_comm=False, **detached)
-        copied.experts.forget_operands()
         return copied
 
     def close(self) -> None:

@@ -94,11 +94,11 @@ class Router(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """As any module is moved or converted, but for the bias, whose steps BF16 would lose: it stays float32."""
-        bias = self.bias
+        before = self.bias
         super()._apply(fn, recurse)
-        if bias is not None and self.bias is not None and self.bias.dtype != bias.dtype:
-            has_numbers = not (bias.is_meta or self.bias.is_meta)
-            self.bias = bias.to(self.bias.device) if has_numbers else torch.empty_like(self.bias, dtype=bias.dtype)
+        if before is not None and self.bias is not None and self.bias.dtype != torch.float32:
+            has_numbers = before.dtype == torch.float32 and not (before.is_meta or self.bias.is_meta)
+            self.bias = before.to(self.bias.device) if has_numbers else self.bias.float()
         return self
 
     @torch.no_grad()

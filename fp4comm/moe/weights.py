@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backends.gemm_rows import least_exponents
 from ..errors import require
@@ -79,17 +80,32 @@ def _quantize_matrix(weight: Tensor, data: Tensor, scales: Tensor) -> None:
 
 
 _num_steps = 0
+_fused_steps = WeakIdKeyDictionary()  # of a parameter, the last one
 _unknown = count()
 
 
-def _count_step(*_: object) -> None:
+def _count_step(optimizer: Optimizer, *_: object) -> None:
     global _num_steps
     _num_steps += 1
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            _fused_steps.update(dict.fromkeys(group["params"], _num_steps))
 
 
 # Fused ones write to their parameters without a new version of the tensors (torch 2.13), and so do FSDP2 and
 # ZeroRedundancyOptimizer, which bring what other ranks have updated.
 register_optimizer_step_post_hook(_count_step)
+
+
+def num_steps() -> int:
+    """Of all optimizers of torch's in this process."""
+    return _num_steps
+
+
+def version(tensor: Tensor) -> tuple[int, int]:
+    """Another one after the tensor was written to, also by its own fused optimizer."""
+    written = next(_unknown) if tensor.is_inference() else tensor._version  # those have none
+    return written, _fused_steps.get(tensor, 0)
 
 
 class Cached(Generic[Operand]):
@@ -106,9 +122,10 @@ class Cached(Generic[Operand]):
 
     def of(self, tensor: Tensor) -> Operand:
         """For the tensor as it is now; not differentiable."""
-        version = next(_unknown) if tensor.is_inference() else tensor._version  # those have none
+        is_frozen = tensor.is_leaf and not tensor.requires_grad  # no optimizer has it
+        steps = 0 if is_frozen else _num_steps
         layout = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride())
-        key = (version, _num_steps, tensor.is_inference(), *layout)
+        key = (version(tensor), steps, *layout)
         # Other tensors may lie where one was that is gone.
         is_same = self._storage is not None and not self._storage.expired() and key == self._key
         if self._made is None or not is_same:
