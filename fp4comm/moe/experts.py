@@ -30,7 +30,7 @@ from ..routing import Routing
 from . import swiglu
 from .gemm import C, Gemms, Groups, R, W, gemms_for
 from .recipe import Recipe
-from .weights import Cached, num_steps, version
+from .weights import Cached, version
 
 DTYPES = (torch.bfloat16, torch.float32)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -283,7 +283,6 @@ class _KeptWeights:
         self._parameters = [weights if weights.is_leaf else None for weights in (gate_up, down)]
         self._versions = [version(weights) for weights in (gate_up, down)]
         self._operands = [weakref.ref(each) for each in operands]
-        self._num_steps = num_steps()
 
     def temporary(self, *weights: Tensor) -> list[Tensor]:
         """What must be saved, to be the first of `kept`."""
@@ -297,11 +296,9 @@ class _KeptWeights:
         for name, parameter, before, operands in zip(
             ("gate_up", "down"), self._parameters, self._versions, self._operands, strict=True
         ):
-            weights = kept.pop(0) if parameter is None else parameter
-            made = operands()
-            is_same = parameter is None or version(weights) == before  # torch checks what it saved
-            if not is_same or (made is None and self._num_steps != num_steps()):
+            if parameter is not None and version(parameter) != before:  # what torch has saved it checks itself
                 raise RuntimeError("weights of experts were changed in place between forward and backward")
+            weights, made = kept.pop(0) if parameter is None else parameter, operands()
             found.append((weights, experts._operands_of(name, weights, dtype) if made is None else made))
         return found
 

@@ -97,11 +97,6 @@ def _count_step(optimizer: Optimizer, *_: object) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-def num_steps() -> int:
-    """Of all optimizers of torch's in this process."""
-    return _num_steps
-
-
 def version(tensor: Tensor) -> tuple[int, int]:
     """Another one after the tensor was written to, also by its own fused optimizer."""
     written = next(_unknown) if tensor.is_inference() else tensor._version  # those have none
