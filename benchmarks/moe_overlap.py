@@ -40,7 +40,7 @@ from .device import add_device_option, gpu_facts
 from .host_layers import Sizes
 from .hosts import slowest
 from .moe_shapes import DTYPE, add_shape_options, parse_shapes
-from .moe_variants import RECIPES
+from .moe_variants import RECIPES, make_layer
 from .ranks import BETWEEN_GPUS, Ranks, run_with_torch
 
 WITHOUT, AFTER, BESIDE = "without", "after", "beside"
@@ -116,19 +116,10 @@ def on_a_stream(device: torch.device) -> Iterator[None]:
 
 def measure_layer(ranks: Ranks, sizes: Sizes, recipe: str, options: argparse.Namespace) -> list[Record]:
     """The records of one recipe."""
-    layer = MoELayer(
-        ranks.group,
-        hidden=sizes.hidden,
-        ffn_hidden=sizes.width,
-        num_experts=sizes.num_experts,
-        num_topk=sizes.num_topk,
-        recipe=recipe,
-        num_shared_experts=options.shared,
-        num_max_tokens_per_rank=sizes.num_tokens if options.graph else None,
-        dtype=DTYPE,
-        device=ranks.device,
-        transport=options.transport or ranks.suited_transport,
-    )
+    given = {"transport": options.transport} if options.transport else {}
+    capacity = sizes.num_tokens if options.graph else None
+    shared = options.shared
+    layer = make_layer(ranks, sizes, recipe, num_shared_experts=shared, num_max_tokens_per_rank=capacity, **given)
     transport = layer.comm.transport
     layer.experts.reset_parameters(seed=1)
     generator = torch.Generator().manual_seed(ranks.rank)
@@ -140,13 +131,8 @@ def measure_layer(ranks: Ranks, sizes: Sizes, recipe: str, options: argparse.Nam
     own = measure(variants, Budget.of(options, ranks.device.type), decide=ranks.any)
     times = {name: slowest(ranks.gather(samples)) for name, samples in own.items()}
     layer.close()
-    about = {
-        "recipe": recipe,
-        "transport": transport,
-        "shared": options.shared,
-        **{key: getattr(sizes, key) for key in ("hidden", "width")},
-    }
-    about |= {key: getattr(sizes, key) for key in ("num_tokens", "num_experts", "num_topk")}
+    about = {"recipe": recipe, "transport": transport, "shared": shared}
+    about |= {key: getattr(sizes, key) for key in ("hidden", "width", "num_tokens", "num_experts", "num_topk")}
     seconds = {way: {key: summary_record([each[key] for each in times[way]]) for key in times[way][0]} for way in times}
     return [{"record": "layer", "way": way, **about, "seconds": seconds[way]} for way in variants]
 

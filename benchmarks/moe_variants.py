@@ -175,6 +175,14 @@ def peak_bytes(events: Sequence[dict[str, Any]], left_out: Sequence[int]) -> int
     return peak
 
 
+def make_layer(ranks: Ranks, sizes: Sizes, recipe: str, **options: Any) -> MoELayer:
+    """A layer of that shape; options are further arguments of it."""
+    shape = {"hidden": sizes.hidden, "ffn_hidden": sizes.width, "dtype": sizes.dtype}
+    counts = {"num_experts": sizes.num_experts, "num_topk": sizes.num_topk}
+    where = {"device": ranks.device, "transport": ranks.suited_transport}
+    return MoELayer(ranks.group, recipe=recipe, **{**shape, **counts, **where, **options})
+
+
 def make_variants(
     ranks: Ranks, inputs: Inputs, sizes: Sizes, recipes: Sequence[str], num_calls: int
 ) -> tuple[dict[str, Variant], list[MoELayer]]:
@@ -182,17 +190,7 @@ def make_variants(
     variants: dict[str, Variant] = {}
     layers: list[MoELayer] = []
     for recipe in recipes:
-        layer = MoELayer(
-            ranks.group,
-            hidden=sizes.hidden,
-            ffn_hidden=sizes.width,
-            num_experts=sizes.num_experts,
-            num_topk=sizes.num_topk,
-            recipe=recipe,
-            dtype=sizes.dtype,
-            device="meta" if layers else ranks.device,
-            transport=ranks.suited_transport,
-        )
+        layer = make_layer(ranks, sizes, recipe, device="meta" if layers else ranks.device)
         if layers:
             layer.experts.gate_up, layer.experts.down = layers[0].experts.gate_up, layers[0].experts.down
         else:

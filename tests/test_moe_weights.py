@@ -13,6 +13,7 @@ import pytest
 import torch
 from launch import run_ranks
 from test_moe_layer import SIZES, make_layer, tokens
+from test_moe_memory import made_of
 from thread_ranks import run_thread_ranks
 from torch import Tensor
 
@@ -114,11 +115,11 @@ def test_frozen_weights_are_not_made_anew() -> None:
     layer, other = make_layer(recipe="fp4"), torch.nn.Linear(4, 4)
     layer.requires_grad_(False)
     other(torch.ones(4)).sum().backward()
-    first = layer.experts.operand("down", torch.float32)
+    first = made_of(layer.experts, "down")
     torch.optim.SGD(other.parameters()).step()
-    assert layer.experts.operand("down", torch.float32) is first
+    assert made_of(layer.experts, "down") is first
     layer.load_state_dict(layer.state_dict())
-    assert layer.experts.operand("down", torch.float32) is not first
+    assert made_of(layer.experts, "down") is not first
 
 
 def test_saved_and_loaded_as_a_whole() -> None:

@@ -56,10 +56,7 @@ CASES = {
         "repeated_runs_are_equal",
         "traffic_counts_remote_bytes",
     ),
-    ("mpi", 8): (  # as many as a machine has GPUs
-        "expert_layout_equals_reference",
-        "gradients_equal_one_rank",
-    ),
+    ("mpi", 8): ("expert_layout_equals_reference", "gradients_equal_one_rank"),  # as many as a machine has GPUs
 }
 HIDDEN = 64
 

@@ -107,22 +107,17 @@ class GroupedExperts(nn.Module):
                 weights.uniform_(-bound, bound, generator=generator)
 
     def forget_operands(self) -> None:
-        """To be called after weights were changed through `.data`, which torch does not notice."""
+        """To be called after weights were changed through `.data` or by a collective, which torch does not notice."""
         self._operands.clear()
 
-    def operand(self, name: str, dtype: torch.dtype, is_transposed: bool = False) -> Any:
-        """What GEMMs read of the weights `name`, made anew if they have changed.
+    def _operands_of(self, name: str, weights: Tensor, dtype: torch.dtype) -> _Operands[Any, Any, Any]:
+        """What GEMMs read of weights, made anew if they have changed.
 
         Args:
             name: "gate_up" or "down".
+            weights: those of a call, which need not be the module's of this moment.
             dtype: of the tokens.
-            is_transposed: for gradients of rows.
         """
-        operands = self._operands_of(name, getattr(self, name), dtype)
-        return operands.transposed if is_transposed else operands.straight
-
-    def _operands_of(self, name: str, weights: Tensor, dtype: torch.dtype) -> _Operands[Any, Any, Any]:
-        """Of the weights `name`, which may be others than the module's when it is called again or was parametrized."""
         key = name if self.gemms.arrives_as else f"{name}.{dtype}"  # FP8 is the same for tokens of all dtypes
         cached = self._operands.setdefault(key, Cached(partial(_Operands[Any, Any, Any], self.gemms, dtype)))
         operands: _Operands[Any, Any, Any] = cached.of(weights)
@@ -150,7 +145,8 @@ class GroupedExperts(nn.Module):
             `[num_tokens, hidden]`, dtype of x. Differentiable in x, topk_weights and the weights of the experts.
 
         Raises:
-            InvalidArgument: see `EPCommunicator.dispatch`; x is neither bfloat16 nor float32.
+            InvalidArgument: see `EPCommunicator.dispatch`; x is of another dtype or width. On all ranks likewise.
+            RuntimeError: in backward, if the weights were changed in place since forward.
         """
         self.check_tokens(x, comm)
         inputs = (x, topk_weights, self.gate_up, self.down)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..agreement import agree
 from ..communicator import EPCommunicator
 from ..errors import require
-from .experts import DTYPES, GroupedExperts
+from .experts import GroupedExperts
 from .recipe import Recipe
 from .router import Router, Routes
 from .shared import SharedExperts, can_start
@@ -144,7 +144,7 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` bfloat16 or float32 -> the same shape and dtype. No tokens at all are fine."""
-        self._check(x)
+        self.experts.check_tokens(x, self.comm)  # before the router, which would fail on one rank alone
         tokens = x.reshape(-1, x.shape[-1])
         routes = self.router(tokens)
         self.num_tokens_per_expert, self.balance = routes.num_tokens_per_expert, routes.balance
@@ -154,11 +154,6 @@ class MoELayer(nn.Module):
         if self.shared is not None:
             out = out + self.shared(tokens)
         return out.view(x.shape)
-
-    def _check(self, x: Tensor) -> None:
-        """Before the router, which would fail on one rank alone."""
-        if not (isinstance(x, Tensor) and x.dtype in DTYPES and x.ndim > 0 and x.shape[-1] == self.comm.hidden):
-            self.experts.check_tokens(x, self.comm)
 
     @_outside_graphs
     def _routed(self, tokens: Tensor, routes: Routes) -> Tensor:

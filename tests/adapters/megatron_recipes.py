@@ -230,9 +230,9 @@ def follows_weights() -> dict[str, bool]:
     layer = moe_layer(configure(**GATED), {"recipe": "fp8_flow"})
     tokens = own_tokens().requires_grad_()
     before, _ = layer(tokens)
-    operands = layer.experts.operand("gate_up", torch.float32)
+    operands = layer.experts._operands_of("gate_up", layer.experts.gate_up, torch.float32)
     again, _ = layer(tokens)
-    is_kept = layer.experts.operand("gate_up", torch.float32) is operands
+    is_kept = layer.experts._operands_of("gate_up", layer.experts.gate_up, torch.float32) is operands
     again.sum().backward()
     layer.experts.down.data.mul_(2)
     after, _ = layer(tokens)
