@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -205,6 +206,9 @@ def _rank_main(launcher: str, folder: str) -> None:
         Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
         if launcher == "torchrun":
             dist.destroy_process_group()
+            # Gloo's threads may still let go of the last messages, for which they need Python's lock. Where Python ends
+            # meanwhile, it ends those threads, and the process is aborted.
+            time.sleep(0.2)
     except BaseException:
         # The other ranks may wait for this one, so end the job instead of finalizing.
         traceback.print_exc()
