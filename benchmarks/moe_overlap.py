@@ -59,16 +59,17 @@ Record = dict[str, Any]
 class Variant:
     """The layer with its shared experts in one of the three ways, and its clock."""
 
-    def __init__(self, ranks: Ranks, layer: MoELayer, way: str, inputs: tuple[Tensor, Tensor], calls: int) -> None:
+    def __init__(
+        self, ranks: Ranks, layer: MoELayer, way: str, inputs: tuple[Tensor, Tensor], options: argparse.Namespace
+    ) -> None:
         self.layer, self.way, (self.x, self.gradient) = layer, way, inputs
         self.shared = None if way == WITHOUT else layer.shared
-        self.clock = make_clock(ranks, calls)
+        self.clock, self.in_graph = make_clock(ranks, options.calls), options.graph
 
     def __call__(self, index: int) -> Times:
         self.prepare()
-        in_graph = self.layer.comm.num_max_tokens_per_rank is not None
-        self.clock.call("training", self.training, in_graph)
-        self.clock.call("forward", self.forward, in_graph)
+        self.clock.call("training", self.training, self.in_graph)
+        self.clock.call("forward", self.forward, self.in_graph)
         return self.clock.take()
 
     def prepare(self) -> None:
@@ -117,7 +118,7 @@ def on_a_stream(device: torch.device) -> Iterator[None]:
 def measure_layer(ranks: Ranks, sizes: Sizes, recipe: str, options: argparse.Namespace) -> list[Record]:
     """The records of one recipe."""
     given = {"transport": options.transport} if options.transport else {}
-    capacity = sizes.num_tokens if options.graph else None
+    capacity = options.capacity or (sizes.num_tokens if options.graph else None)
     shared = options.shared
     layer = make_layer(ranks, sizes, recipe, num_shared_experts=shared, num_max_tokens_per_rank=capacity, **given)
     transport = layer.comm.transport
@@ -125,13 +126,13 @@ def measure_layer(ranks: Ranks, sizes: Sizes, recipe: str, options: argparse.Nam
     generator = torch.Generator().manual_seed(ranks.rank)
     inputs = [torch.randn(sizes.num_tokens, sizes.hidden, generator=generator) for _ in range(2)]
     pair = inputs[0].to(ranks.device, DTYPE), inputs[1].to(ranks.device, DTYPE)
-    variants = {way: Variant(ranks, layer, way, pair, options.calls) for way in (WITHOUT, AFTER, BESIDE)}
+    variants = {way: Variant(ranks, layer, way, pair, options) for way in (WITHOUT, AFTER, BESIDE)}
     if ranks.any(not is_same(variants[AFTER], variants[BESIDE])):
         raise AssertionError(f"{recipe}: results of shared experts beside the routed ones are not those of them after")
     own = measure(variants, Budget.of(options, ranks.device.type), decide=ranks.any)
     times = {name: slowest(ranks.gather(samples)) for name, samples in own.items()}
     layer.close()
-    about = {"recipe": recipe, "transport": transport, "shared": shared}
+    about = {"recipe": recipe, "transport": transport, "shared": shared, "capacity": capacity}
     about |= {key: getattr(sizes, key) for key in ("hidden", "width", "num_tokens", "num_experts", "num_topk")}
     seconds = {way: {key: summary_record([each[key] for each in times[way]]) for key in times[way][0]} for way in times}
     return [{"record": "layer", "way": way, **about, "seconds": seconds[way]} for way in variants]
@@ -154,7 +155,9 @@ def text(records: Sequence[Record]) -> str:
 def title(record: Record) -> str:
     """The shape."""
     experts = f"{record['num_topk']} of {record['num_experts']} experts and {record['shared']} shared"
-    return f"{record['shape']}: {record['num_tokens']} tokens x {record['hidden']}, {experts}, width {record['width']}"
+    tokens = f"{record['num_tokens']} tokens x {record['hidden']}"
+    room = f", room for {record['capacity']} tokens a rank" if record.get("capacity") else ""
+    return f"{record['shape']}: {tokens}, {experts}, width {record['width']}{room}"
 
 
 def table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
@@ -188,6 +191,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--recipes", type=list_of(str, RECIPES), default=["fp4"], help=f"with commas, of {','.join(RECIPES)}")
     add("--shared", type=positive, default=1, help="experts that every token goes to, default %(default)s")
     add("--graph", action="store_true", help="time CUDA graphs as well, with the fixed capacity that they need")
+    add("--capacity", type=positive, metavar="TOKENS", help="`num_max_tokens_per_rank`; with --graph default as many")
     add("--transport", choices=BETWEEN_GPUS, help="between GPUs; default what `EPCommunicator` takes")
     add("--calls", type=positive, default=3, help="in a row, for a time on GPUs, default %(default)s")
     add("--json", type=Path, metavar="FILE", help="where to write all figures as JSON lines")

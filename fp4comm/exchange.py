@@ -195,7 +195,9 @@ class Exchange:
                 arrived, self.num_local_experts, alignment, num_rows, mark_unused
             )
         layout = None if experts is None else ExpertLayout(*experts)
-        return Routing(routes.plan, sizes, idx, weights, counts, layout, used_rows)
+        is_open = layout is not None and layout.ends.device.type == "cuda" and sizes.rows_per_expert is None
+        end = layout.ends[-1:] if layout is not None and is_open and not routes.reads_rest else None
+        return Routing(routes.plan, sizes, idx, weights, counts, layout, used_rows, end)
 
     def unpack(
         self, leg_name: str, arrived: WireRows, out: Rows, routing: Routing, weights: Tensor | None = None
@@ -205,13 +207,15 @@ class Exchange:
         Args:
             leg_name: the leg that they came by.
             arrived: the received rows.
-            out: `[routing.num_rows, hidden]` rows of any kind.
+            out: `[routing.num_rows, hidden]` rows of any kind. Those from `routing.end` on may stay as they are.
             routing: the routes that they came by.
             weights: float32, a factor for each row of `out`; None = 1. Only in the expert layout.
         """
         backend, options = backend_for(arrived.buffer), self._options(leg_name, decode=True)
         with self._stage(leg_name, "unpack"):
-            backend.expand_rows(arrived.rows, out, routing.source_rows, routing.slot_rows, weights, options)
+            backend.expand_rows(
+                arrived.rows, out, routing.source_rows, routing.slot_rows, weights, options, routing.end
+            )
 
     def received_rows(self, arrived: WireRows, routing: Routing, dtype: torch.dtype) -> Tensor:
         """The rows that experts see, as a tensor `[routing.num_rows, hidden]`; received memory itself if it will do."""

@@ -147,15 +147,52 @@ def turned(target: Target, kind: Kind | GemmKind, arrays: Sequence[np.ndarray], 
         bytes_ = np.where(picked < 0, 1, np.maximum(largest[picked], 1))
         scales = target.tensor(np.ldexp(np.ones(num_rows), bytes_ - 127).astype(np.float32))
     of_experts, of_rows = target.backend.expert_scales(scales, ends)
-    fewer = target.backend.expert_scales(scales, ends[:-1].contiguous())  # rows after the last expert
+    num_fewer = sum(SIZES[:-1])  # and rows after the last expert
+    of_fewer, of_their_rows = target.backend.expert_scales(scales, ends[:-1].contiguous())
+    all_rows = target.backend.gemm_columns(rows, index, of_rows)
+    fewer = target.backend.gemm_columns(rows, index, of_their_rows, end=ends[-2:-1])
     return [
         of_experts,
         of_rows,
-        *fewer,
-        target.backend.gemm_columns(rows, index, of_rows),
+        of_fewer,
+        of_their_rows[:num_fewer],
+        all_rows,
         target.backend.gemm_columns(rows, index, of_rows, SIZES),
-        target.backend.gemm_columns(rows, index, fewer[1]),
+        fewer.view(torch.uint8).view(-1, num_rows)[:, :num_fewer],
     ]
+
+
+def test_what_is_after_the_end_stays(target: Target) -> None:
+    """Zeros of rows that nobody reads, and whole tiles of columns."""
+    rng, hidden, end = RNG(3), 160, 140
+    kinds = {kind: hard_rows(kind, rng, 100, hidden) for kind in (Kind.MXFP4, Kind.FP8_E8M0)}
+    index, slots = routes(rng, 100, 300)
+    index[end:], slots[slots >= end] = -1, -1
+    places = [target.tensor(array) for array in (index, slots, np.array([end], np.int32))]
+
+    def made(memory: torch.Tensor) -> list[Tensor]:
+        found, untouched = [], memory.clone()
+        for kind, arrays in kinds.items():
+            src = target.rows(kind, arrays)
+            rows = FP8Rows(memory.view(torch.float8_e4m3fn)[:300], torch.full((300,), 7.0, device=target.device))
+            target.backend.expand_rows(src, rows._rows, *places[:2], end=places[2])
+            found += [rows.data.view(torch.uint8).clone(), rows.scales.clone()]
+        scales = torch.full((300,), 2.0**100, device=target.device)
+        for src, index_or_none in ((target.rows(Kind.MXFP4, kinds[Kind.MXFP4]), places[0]), (rows._rows, None)):
+            codes = untouched.clone().view(torch.float8_e4m3fn).view(-1)
+            with mock.patch("torch.empty", return_value=codes):
+                columns = target.backend.gemm_columns(src, index_or_none, scales, end=places[2])
+            found.append(columns.view(torch.uint8)[: 300 * hidden].view(hidden, 300).t())
+        return found
+
+    fills = [torch.full((384, hidden), fill, dtype=torch.uint8, device=target.device) for fill in (0xA5, 0x5A)]
+    if target.machine is not None:
+        target.machine.prepare([functools.partial(made, fills[0].clone())])
+    for one, other in zip(*(made(fill.clone()) for fill in fills), strict=True):
+        assert torch.equal(one[:end], other[:end])
+        if one.ndim > 1:
+            assert torch.equal(one[256:], fills[0][256:300])
+            assert torch.equal(other[256:], fills[1][256:300])
 
 
 def test_columns(target: Target) -> None:

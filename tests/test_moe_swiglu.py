@@ -111,6 +111,31 @@ def test_kernels_give_the_numbers_of_torch(target: Target) -> None:
             assert_same_but_for_last_bits(got, want)
 
 
+def test_rows_after_the_end_stay(target: Target) -> None:
+    """Their numbers are not looked at, and their memory is not written to."""
+    from fp4comm.moe import cuda_swiglu
+
+    gate_up, weights, grad = (value.to(target.device) for value in inputs(9, 384, torch.bfloat16))
+    end = torch.tensor([5], dtype=torch.int32, device=target.device)
+
+    class Filled(FloatGemms):
+        def empty_rows(self, num_rows: int, hidden: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+            return torch.full((num_rows, hidden), 7, device=device, dtype=dtype)
+
+    def run_to(end: Tensor | None) -> list[Tensor]:
+        act = cuda_swiglu.forward(gate_up, weights, Filled(), end)
+        return [act, *cuda_swiglu.backward(gate_up, weights, grad, Filled(), True, end)]
+
+    if target.machine is not None:
+        target.machine.prepare([functools.partial(run_to, end)])
+    want = run_to(None)
+    gate_up[5:], weights[5:], grad[5:] = torch.nan, torch.nan, torch.nan
+    for got, expected in zip(run_to(end), want, strict=True):
+        assert torch.equal(got[:5], expected[:5])
+        if got.ndim > 1:
+            assert bool((got[5:] == 7).all())
+
+
 def test_the_same_in_every_run(target: Target) -> None:
     for gemms in GEMMS.values():
         first, again = (run(target, gemms, 9, 384, torch.bfloat16, True) for _ in range(2))

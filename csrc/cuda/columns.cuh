@@ -23,15 +23,18 @@ struct ColumnTile {
     int64_t in_group;  // and within its group
     int64_t group_first;
     int64_t group_size;
+    int64_t group_rows;  // that there are: fewer than group_size where only the device knows
 
-    __device__ int64_t rows_left() const { return group_size - in_group; }
+    __device__ int64_t rows_left() const { return group_rows - in_group; }
 };
 
 // `groups`: first row of every group and their sum, then first tile of every group and their sum; all lanes of a warp
-// look together. One group needs no table.
+// look together. One group needs no table, and `end` may say how many of its rows there are.
 __device__ inline ColumnTile find_tile(int64_t index, const int64_t* groups, int64_t num_groups, int64_t num_rows,
-                                       int rows_per_tile) {
-    if (num_groups == 1) return {index, index * rows_per_tile, index * rows_per_tile, 0, num_rows};
+                                       int rows_per_tile, const int32_t* end = nullptr) {
+    if (num_groups == 1) {
+        return {index, index * rows_per_tile, index * rows_per_tile, 0, num_rows, end ? *end : num_rows};
+    }
     const int64_t* const first_tiles = groups + num_groups + 1;
     int64_t group = -1;
     for (int64_t g0 = 0; g0 < num_groups; g0 += kWarp) {
@@ -40,7 +43,8 @@ __device__ inline ColumnTile find_tile(int64_t index, const int64_t* groups, int
     }
     const int64_t first = groups[group];
     const int64_t in_group = (index - first_tiles[group]) * rows_per_tile;
-    return {index, first + in_group, in_group, first, groups[group + 1] - first};
+    const int64_t group_size = groups[group + 1] - first;
+    return {index, first + in_group, in_group, first, group_size, group_size};
 }
 
 // The row of the source behind row `r` of a tile; -1 = zeros.

@@ -3,7 +3,7 @@
 //
 // Macros: HIDDEN, SPANS, SRC_KIND (3: float32 scales, 4: E8M0, 6: a float32 scale per row), MIN_BLOCKS (per
 // multiprocessor, limits registers), GIVEN (1: wanted_scales says to which scale each row is brought; out_scales is
-// null).
+// null, and the tiles of one group that begin after its first *end rows are left alone).
 #include "columns.cuh"
 #include "e4m3_shift.cuh"
 
@@ -95,10 +95,11 @@ __device__ inline void turn(const uint2* codes, ColumnWriter columns) {
 extern "C" __global__ void __launch_bounds__(kColumnThreads, MIN_BLOCKS)
     fp8_to_fp8_columns(const uint8_t* data, int64_t data_stride, const uint8_t* scales, int64_t scales_stride,
                        const int64_t* src_row, const int64_t* groups, int64_t num_groups, int64_t num_rows,
-                       uint8_t* out, float* out_scales, int32_t* bad, const float* wanted_scales) {
+                       uint8_t* out, float* out_scales, int32_t* bad, const float* wanted_scales, const int32_t* end) {
     constexpr unsigned kWindows = unsigned(ceil_div(kHidden, kColumns));
     __shared__ Shared shared;
-    const ColumnTile tile = find_tile(blockIdx.x / kWindows, groups, num_groups, num_rows, kRowTile);
+    const ColumnTile tile = find_tile(blockIdx.x / kWindows, groups, num_groups, num_rows, kRowTile, end);
+    if (GIVEN && tile.rows_left() <= 0) return;
     const int64_t window = blockIdx.x % kWindows * int64_t(kColumns);
     const int thread = int(threadIdx.x);
     const int span = thread / kRowTile;

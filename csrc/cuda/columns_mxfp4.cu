@@ -2,7 +2,8 @@
 //
 // Macros: HIDDEN, SPANS, WITH_ROWS (1: rows too), SCALES_ALIGNED (1: rows of scale bytes begin at multiples of
 // 8), MIN_BLOCKS (per multiprocessor, limits registers), GIVEN (1: wanted_scales says which scale each row gets, at
-// least 2^-6 times that of its largest block; out_scales is null).
+// least 2^-6 times that of its largest block; out_scales is null, and the tiles of one group that begin after its first
+// *end rows are left alone).
 #include "columns.cuh"
 
 namespace fp4comm {
@@ -246,10 +247,11 @@ extern "C" __global__ void __launch_bounds__(kColumnThreads, MIN_BLOCKS)
     mxfp4_to_fp8_columns(const uint8_t* data, int64_t data_stride, const uint8_t* scales, int64_t scales_stride,
                          const int64_t* src_row, const int64_t* groups, int64_t num_groups, int64_t num_rows,
                          uint8_t* out, float* out_scales, uint8_t* row_out, float* row_scales,
-                         const float* wanted_scales) {
+                         const float* wanted_scales, const int32_t* end) {
     constexpr unsigned kWindows = unsigned(ceil_div(kHidden, kColumns));
     __shared__ Shared shared;
-    const ColumnTile tile = find_tile(blockIdx.x / kWindows, groups, num_groups, num_rows, kRowTile);
+    const ColumnTile tile = find_tile(blockIdx.x / kWindows, groups, num_groups, num_rows, kRowTile, end);
+    if (GIVEN && tile.rows_left() <= 0) return;
     const int64_t window = blockIdx.x % kWindows * int64_t(kColumns);
     const Owned owned;
     const int64_t row = source_row(tile, src_row, owned.row);

@@ -1,7 +1,7 @@
 // Rows in the order of the experts from received rows: row n of src is read once and written to the rows
-// slot_rows[n, k] of dst that are not -1; rows of dst whose source_rows is -1 become rows of zeros. Macros beside those
-// of rows_convert.cuh, where AWAIT makes num_src_rows turns: NUM_TARGETS, the slots of a row; WEIGHTED, 1: each row is
-// multiplied by its weight.
+// slot_rows[n, k] of dst that are not -1; rows of dst whose source_rows is -1 become rows of zeros, but for those from
+// row *end on, if there is an end. Macros beside those of rows_convert.cuh, where AWAIT makes num_src_rows turns:
+// NUM_TARGETS, the slots of a row; WEIGHTED, 1: each row is multiplied by its weight.
 #include "rows.cuh"
 
 using namespace fp4comm;
@@ -58,12 +58,15 @@ extern "C" __global__ void ROW_BOUNDS expand_rows(uint8_t* src_data, int64_t src
                                                   uint8_t* dst_scales, int64_t dst_scales_stride, int64_t num_src_rows,
                                                   const int64_t* slot_rows, int64_t seed, int64_t stream,
                                                   int64_t num_dst_rows, const int64_t* source_rows,
-                                                  const float* weights, const Arrivals* arrivals) {
+                                                  const float* weights, const Arrivals* arrivals, const int32_t* end) {
     const Rows src = {kSrc, src_data, src_stride, src_scales, src_scales_stride};
     const Destination dst = {{kDst, dst_data, dst_stride, dst_scales, dst_scales_stride}, nullptr};
     const int64_t num_row_items = num_src_rows * ROW_PARTS;
     for_each_item(num_row_items + (num_dst_rows + kWarp - 1) / kWarp, [&](int64_t item) {
-        if (item >= num_row_items) return zero_rows(dst, (item - num_row_items) * kWarp, source_rows, num_dst_rows);
+        if (item >= num_row_items) {
+            const int64_t num_wanted = end ? int64_t(*end) : num_dst_rows;
+            return zero_rows(dst, (item - num_row_items) * kWarp, source_rows, num_wanted);
+        }
 #if AWAIT
         const int64_t row = arrivals->row_in_turn(item / ROW_PARTS);
         if (row < 0) return;

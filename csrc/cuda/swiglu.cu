@@ -2,7 +2,8 @@
 //
 //     act = silu(gate) * up * weight
 //
-// A block per row, which is read once and kept in registers; a lane owns eight adjacent columns of each step. Macros:
+// A block per row, which is read once and kept in registers; a lane owns eight adjacent columns of each step. `end`, if
+// any, says how many rows there are, and the others are left alone. Macros:
 // FFN (width of act, a multiple of 128), THREADS, SRC_KIND (of gate and up, and of the gradient of act), DST_KIND (of
 // act and of the gradients of gate and up), WITH_ACT (whether backward makes act again).
 #include "row_maximum.cuh"
@@ -98,8 +99,9 @@ __device__ inline float sum_over_block(float value) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     swiglu_forward(uint8_t* gate_up, int64_t gate_up_stride, const float* weights, uint8_t* act, int64_t act_stride,
-                   uint8_t* act_scales, int64_t act_scales_stride) {
+                   uint8_t* act_scales, int64_t act_scales_stride, const int32_t* end) {
     const int64_t i = blockIdx.x;
+    if (end && i >= *end) return;
     const ConstRow in = Rows{kSrc, gate_up, gate_up_stride, nullptr, 0}.const_row(i);
     const Row out = Rows{kDst, act, act_stride, act_scales, act_scales_stride}.row(i);
     const float weight = weights[i];
@@ -137,8 +139,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     swiglu_backward(uint8_t* gate_up, int64_t gate_up_stride, const float* weights, uint8_t* grad_act,
                     int64_t grad_act_stride, uint8_t* grad, int64_t grad_stride, uint8_t* grad_scales,
                     int64_t grad_scales_stride, float* grad_weights, uint8_t* act, int64_t act_stride,
-                    uint8_t* act_scales, int64_t act_scales_stride) {
+                    uint8_t* act_scales, int64_t act_scales_stride, const int32_t* end) {
     const int64_t i = blockIdx.x;
+    if (end && i >= *end) return;
     const ConstRow in = Rows{kSrc, gate_up, gate_up_stride, nullptr, 0}.const_row(i);
     const ConstRow above = Rows{kSrc, grad_act, grad_act_stride, nullptr, 0}.const_row(i);
     const Row out = Rows{kDst, grad, grad_stride, grad_scales, grad_scales_stride}.row(i);

@@ -7,7 +7,6 @@ vectors: `None` is the identity, -1 a row of zeros (in a sum: no term).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,6 +20,7 @@ from ..memory import empty
 from . import gemm_rows
 from .gemm_rows import expert_scales, quantize_gemm_rows
 from .rows import Rows
+from .wire import Experts, Plan, Wire
 
 __all__ = [
     "Options",
@@ -48,37 +48,6 @@ __all__ = [
 ]
 
 _DEFAULT = Options()
-
-
-class Plan(Protocol):
-    """What `pack_tokens` needs of a `SendPlan`."""
-
-    @property
-    def topk_idx(self) -> Tensor: ...
-    @property
-    def token_rows(self) -> Tensor: ...
-    @property
-    def rows_per_rank(self) -> Tensor: ...
-    @property
-    def rows_stride(self) -> int | None: ...
-    @property
-    def pairs(self) -> tuple[Tensor, Tensor] | None: ...
-
-
-class Wire(Protocol):
-    """What `pack_tokens` and `read_routing` need of `WireRows`."""
-
-    @property
-    def buffer(self) -> Tensor: ...
-    @property
-    def rows(self) -> Rows: ...
-    @property
-    def layout(self) -> RowLayout: ...
-    @property
-    def num_topk(self) -> int: ...
-
-
-Experts = tuple[Tensor, Tensor, Tensor, Tensor]  # of an `ExpertLayout`
 
 
 def options(
@@ -251,6 +220,7 @@ def expand_rows(
     slot_rows: Tensor | None = None,
     weights: Tensor | None = None,
     options: Options = _DEFAULT,
+    end: Tensor | None = None,
 ) -> None:
     """`out[i] = convert(src[source_rows[i]])`, zeros where that is -1.
 
@@ -261,6 +231,7 @@ def expand_rows(
         slot_rows: int64 `[len(src), n]`, the reverse of source_rows if the caller has it; this backend needs none.
         weights: float32 `[len(out)]`, a factor for each row; only with source_rows.
         options: of decoding and encoding.
+        end: int32 `[1]`: rows of zeros from there on may stay as they are, which this backend makes no use of.
     """
     if out.kind == GemmKind.FP8_ROW:
         assert weights is None
@@ -287,7 +258,11 @@ def _expand_to_gemm_rows(src: Rows, out: Rows, source_rows: Tensor | None, optio
 
 
 def gemm_columns(
-    src: Rows, src_row: Tensor | None, row_scales: Tensor, group_sizes: Sequence[int] | None = None
+    src: Rows,
+    src_row: Tensor | None,
+    row_scales: Tensor,
+    group_sizes: Sequence[int] | None = None,
+    end: Tensor | None = None,
 ) -> Tensor:
     """Rows brought to scales that are given, each group of them transposed: the codes, in flat memory.
 
@@ -296,6 +271,7 @@ def gemm_columns(
         src_row: int64 `[num_rows]`, the row of src behind each; -1 = zeros, None = the same rows.
         row_scales: float32 `[num_rows]`, powers of two: at least the row's own, or 2**-6 times its largest block's.
         group_sizes: rows of each group; None = one group.
+        end: int32 `[1]`: of one group; rows from there on need not be turned, which this backend makes no use of.
     """
     if src.kind == GemmKind.FP8_ROW:
         assert src_row is None

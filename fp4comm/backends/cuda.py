@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ..errors import InvalidArgument, TransportError
 from . import cuda_route, cuda_rows
-from .cpu import Experts, Plan, Wire
 from .cuda_columns import fp8_columns, fp8_rows_and_columns, gemm_columns, mxfp4_columns
 from .cuda_gemm_rows import expert_scales, quantize_gemm_rows
 from .cuda_rows import Meta, convert_rows, dot_rows, expand_rows, options, sum_rows
 from .rows import Rows
+from .wire import Experts, Plan, Wire
 
 __all__ = [
     "Rows",

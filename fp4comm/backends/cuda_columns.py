@@ -59,7 +59,7 @@ def fp8_columns(src: Rows, src_row: Tensor | None, group_sizes: Sequence[int]) -
         },
         source.num_tiles * -(-src.hidden // (_FP8_SPANS * _FP8_COLUMNS)),
         _FP8_SPANS * _THREADS,
-        (*source.arguments(), codes.data_ptr(), scales.data_ptr(), 0 if bad is None else bad.data_ptr(), 0),
+        (*source.arguments(), codes.data_ptr(), scales.data_ptr(), 0 if bad is None else bad.data_ptr(), 0, 0),
     )
     if bad is not None and (num_bad := int(bad.item())):
         raise InvalidArgument(
@@ -129,6 +129,7 @@ def _fp8_from_mxfp4(
             scales.data_ptr(),
             *((0, 0) if rows is None else (rows[0].data_ptr(), rows[1].data_ptr())),
             0,
+            0,
         ),
     )
     if rows is not None:
@@ -137,26 +138,31 @@ def _fp8_from_mxfp4(
 
 
 def gemm_columns(
-    src: Rows, src_row: Tensor | None, row_scales: Tensor, group_sizes: Sequence[int] | None = None
+    src: Rows,
+    src_row: Tensor | None,
+    row_scales: Tensor,
+    group_sizes: Sequence[int] | None = None,
+    end: Tensor | None = None,
 ) -> Tensor:
     """As `cpu.gemm_columns`."""
+    assert end is None or (group_sizes is None and end.dtype == torch.int32)
     sizes = (len(row_scales),) if group_sizes is None else group_sizes
     assert row_scales.is_contiguous()
     assert row_scales.dtype == torch.float32
     source = _Source.of(src, src_row, sizes, ROW_TILE)
     codes = torch.empty(src.hidden * source.num_rows, dtype=torch.float8_e4m3fn, device=src.device)
     constants = {"HIDDEN": src.hidden, "GIVEN": 1}
-    given = row_scales.data_ptr()
+    given = row_scales.data_ptr(), 0 if end is None else end.data_ptr()
     if src.kind == Kind.MXFP4:
         is_aligned = int(_is_aligned(source.rows.scales, 8))
         constants |= {"SPANS": _MXFP4_SPANS, "WITH_ROWS": 0, "SCALES_ALIGNED": is_aligned}
         constants |= {"MIN_BLOCKS": _MXFP4_MIN_BLOCKS}
         file, name, spans, columns = "columns_mxfp4.cu", "mxfp4_to_fp8_columns", _MXFP4_SPANS, _MXFP4_COLUMNS
-        pointers: tuple[int, ...] = (codes.data_ptr(), 0, 0, 0, given)
+        pointers: tuple[int, ...] = (codes.data_ptr(), 0, 0, 0, *given)
     else:
         constants |= {"SPANS": _FP8_SPANS, "SRC_KIND": int(src.kind), "MIN_BLOCKS": _FP8_MIN_BLOCKS}
         file, name, spans, columns = "columns_fp8.cu", "fp8_to_fp8_columns", _FP8_SPANS, _FP8_COLUMNS
-        pointers = (codes.data_ptr(), 0, 0, given)
+        pointers = (codes.data_ptr(), 0, 0, *given)
     grid = source.num_tiles * -(-src.hidden // (spans * columns))
     cuda_compile.launch(file, name, constants, grid, spans * _THREADS, (*source.arguments(), *pointers))
     return codes

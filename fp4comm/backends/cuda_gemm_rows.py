@@ -45,8 +45,7 @@ def expert_scales(scales: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     assert ends.is_contiguous()
     assert ends.dtype == torch.int32
     of_experts, of_rows = torch.empty_like(ends, dtype=torch.float32), torch.empty_like(scales)
-    args = (scales.data_ptr(), len(scales), ends.data_ptr(), of_experts.data_ptr(), of_rows.data_ptr())
-    cuda_compile.launch(
-        "expert_scales.cu", "expert_scales", {"THREADS": _EXPERT_THREADS}, len(ends) + 1, _EXPERT_THREADS, args
-    )
+    args = (scales.data_ptr(), ends.data_ptr(), of_experts.data_ptr(), of_rows.data_ptr())
+    constants = {"THREADS": _EXPERT_THREADS}
+    cuda_compile.launch("expert_scales.cu", "expert_scales", constants, len(ends), _EXPERT_THREADS, args)
     return of_experts, of_rows

@@ -138,13 +138,14 @@ def expand_rows(
     slot_rows: Tensor | None = None,
     weights: Tensor | None = None,
     options: Options = _DEFAULT,
+    end: Tensor | None = None,
 ) -> None:
     """See `cpu.expand_rows`. One launch; with slot_rows each row of `src` is read and converted once."""
     assert source_rows is not None or weights is None
     assert out.kind != GemmKind.FP8_ROW or (weights is None and slot_rows is not None)
     if out.kind == GemmKind.FP8_ROW and not gemm_rows.has_row_scales(src, options):
         floats = gemm_rows.floats_between(src, len(out))
-        expand_rows(src, Rows.of(floats), source_rows, slot_rows, weights, options)
+        expand_rows(src, Rows.of(floats), source_rows, slot_rows, weights, options, end)
         return gemm_rows.store_rows(out, *quantize_gemm_rows(floats))
     if source_rows is None or slot_rows is None:
         if weights is None or source_rows is None:
@@ -159,7 +160,12 @@ def expand_rows(
     if src.arrivals is not None:
         assert num_src == len(src)
         num_src = src.arrivals.num_turns
-    pointers = (_pointer(source_rows), _pointer(weights, torch.float32), _arrivals_pointer(src))
+    pointers = (
+        _pointer(source_rows),
+        _pointer(weights, torch.float32),
+        _arrivals_pointer(src),
+        _pointer(end, torch.int32),
+    )
     args = (*src.address, *out.address, num_src, _pointer(slot_rows), *_random(options), num_out, *pointers)
     num_items = num_src * constants["ROW_PARTS"] + -(-num_out // 32)
     _launch("expand_rows", "rows_expand.cu", constants, num_items, args, src, out)

@@ -78,7 +78,7 @@ def scales_of_rows(rows: Rows) -> Tensor:
 
 
 def expert_scales(scales: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest scale of each expert's rows, and the same for each row; rows after the last expert keep theirs.
+    """The largest scale of each expert's rows, and the same for each row; those of rows after the last are undefined.
 
     Args:
         scales: float32 `[num_rows]`.

@@ -24,26 +24,19 @@ def fits(gate_up: Tensor, row_weights: Tensor) -> bool:
     return has_kernels and gate_up.shape[1] % (2 * GROUP_SIZE) == 0 and is_aligned
 
 
-def forward(gate_up: Tensor, row_weights: Tensor, gemms: Any) -> Any:
-    """`swiglu.forward` as rows of gemms."""
+def forward(gate_up: Tensor, row_weights: Tensor, gemms: Any, end: Tensor | None = None) -> Any:
+    """`swiglu.forward_rows`."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     act = gemms.empty_rows(num_rows, width, gate_up.device, gate_up.dtype)
-    args = (*Rows.of(gate_up).address[:2], row_weights.data_ptr(), *_rows(act).address)
+    args = (*Rows.of(gate_up).address[:2], row_weights.data_ptr(), *_rows(act).address, _pointer(end))
     _launch("swiglu_forward", width, gate_up, _rows(act), False, args)
     return act
 
 
 def backward(
-    gate_up: Tensor, row_weights: Tensor, grad_act: Tensor, gemms: Any, makes_act: bool
+    gate_up: Tensor, row_weights: Tensor, grad_act: Tensor, gemms: Any, makes_act: bool, end: Tensor | None = None
 ) -> tuple[Any, Tensor, Any]:
-    """`swiglu.backward`, its first result as rows of gemms, and, if `makes_act`, what `forward` returned once more.
-
-    Args:
-        gate_up, row_weights: as there.
-        grad_act: contiguous, aligned, of the dtype of gate_up.
-        gemms: whose rows to make.
-        makes_act: whether to return what `forward` did, too.
-    """
+    """`swiglu.backward_rows`; grad_act is contiguous, aligned, of the dtype of gate_up."""
     num_rows, width = grad_act.shape
     assert grad_act.dtype == gate_up.dtype
     assert grad_act.is_contiguous()
@@ -54,7 +47,7 @@ def backward(
     grad_weights = torch.empty(num_rows, dtype=torch.float32, device=gate_up.device)
     act_address = (0, 0, 0, 0) if act is None else _rows(act).address
     sources = (*Rows.of(gate_up).address[:2], row_weights.data_ptr(), *Rows.of(grad_act).address[:2])
-    args = (*sources, *_rows(grad).address, grad_weights.data_ptr(), *act_address)
+    args = (*sources, *_rows(grad).address, grad_weights.data_ptr(), *act_address, _pointer(end))
     _launch("swiglu_backward", width, gate_up, _rows(grad), makes_act, args)
     return grad, grad_weights, act
 
@@ -62,6 +55,11 @@ def backward(
 def _rows(written: Any) -> Rows:
     rows: Rows = Rows.of(written) if isinstance(written, Tensor) else written._rows
     return rows
+
+
+def _pointer(end: Tensor | None) -> int:
+    assert end is None or end.dtype == torch.int32
+    return 0 if end is None else end.data_ptr()
 
 
 def _launch(name: str, width: int, gate_up: Tensor, to: Rows, makes_act: bool, args: tuple[int, ...]) -> None:

@@ -217,12 +217,14 @@ class _RoutedExperts(torch.autograd.Function):
         out = gemms.arrives_as or dtype
         needs_rows = keeps and (x.requires_grad or topk_weights.requires_grad)
         facts = {"a gradient of the layer": keeps, "gradient of x or topk_weights": needs_rows}
-        received, handle = comm._dispatch(x.detach(), topk_idx, topk_weights.detach(), None, None, out, facts)
+        received, handle = comm._dispatch(
+            x.detach(), topk_idx, topk_weights.detach(), None, None, out, facts, reads_rest=False
+        )
         kept_rows = _tensors_to_keep(received, recipe) if keeps else []  # at once: others may write there later
         groups, row_weights = Groups.of(handle.routing), received.topk_weights
         of_gate_up, of_down = experts._operands_of("gate_up", gate_up, dtype), experts._operands_of("down", down, dtype)
         hidden_rows = gemms.multiply(received.x, of_gate_up.straight, groups, dtype)
-        act = swiglu.forward_rows(hidden_rows, row_weights, gemms)
+        act = swiglu.forward_rows(hidden_rows, row_weights, gemms, groups.end)
         y = gemms.multiply(act, of_down.straight, groups, dtype)
         if keeps:
             kept_act = _tensors_of(act) if recipe.keeps_act else []
@@ -246,7 +248,7 @@ class _RoutedExperts(torch.autograd.Function):
         grad_act = gemms.multiply(grad_y, of_down.transposed, groups, dtype)
         act = _rows_from(kept[ctx.num_kept_rows :])
         grad_hidden, grad_row_weights, made = swiglu.backward_rows(
-            hidden_rows, row_weights, grad_act, gemms, makes_act=needs_down and act is None
+            hidden_rows, row_weights, grad_act, gemms, needs_down and act is None, groups.end
         )
         act = made if act is None else act
         del grad_act, made

@@ -84,6 +84,11 @@ class Groups:
         return tuple(end - start for start, end in pairwise([0, *self.ends.tolist()]))
 
     @property
+    def end(self) -> Tensor | None:
+        """int32 `[1]`, where the last group ends, if only the device knows."""
+        return self.ends[-1:] if self.known_sizes is None else None
+
+    @property
     def usual_rows(self) -> float:
         """Rows of all groups; where only the device knows them, those of an even spread over the ranks."""
         return self.num_rows if self.known_sizes is not None else self.num_rows / self.num_sources
@@ -262,7 +267,7 @@ class RowGemms(Gemms[FP8Rows, FP8Rows, FP8Turned]):
     def _turned(self, rows: Rows, src_row: Tensor | None, scales: Tensor, groups: Groups) -> FP8Turned:
         backend = backend_for(scales)
         of_experts, of_rows = backend.expert_scales(scales, groups.ends)
-        data = backend.gemm_columns(rows, src_row, of_rows)
+        data = backend.gemm_columns(rows, src_row, of_rows, end=groups.end)
         return FP8Turned(data.view(rows.hidden, len(scales)), of_experts, of_rows)
 
     def multiply(self, x: FP8Rows, weights: FP8Rows, groups: Groups, dtype: torch.dtype) -> Tensor:

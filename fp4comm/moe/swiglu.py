@@ -17,26 +17,33 @@ import torch
 from torch import Tensor
 
 
-def forward_rows(gate_up: Tensor, row_weights: Tensor, gemms: Any) -> Any:
+def forward_rows(gate_up: Tensor, row_weights: Tensor, gemms: Any, end: Tensor | None = None) -> Any:
     """`forward` as the rows that GEMMs read, by a kernel where there is one.
 
     Args:
         gate_up, row_weights: as there.
         gemms: whose rows to make, those of a `gemm.Gemms`.
+        end: int32 `[1]`, how many rows there are; what becomes of those after them is undefined. None = all.
     """
     kernels = _kernels(gate_up, row_weights)
     if kernels is None:
         return gemms.rows(forward(gate_up, row_weights), gate_up.dtype)
-    return kernels.forward(gate_up, row_weights, gemms)
+    return kernels.forward(gate_up, row_weights, gemms, end)
 
 
 def backward_rows(
-    gate_up: Tensor, row_weights: Tensor, grad_act: Tensor, gemms: Any, makes_act: bool
+    gate_up: Tensor, row_weights: Tensor, grad_act: Tensor, gemms: Any, makes_act: bool, end: Tensor | None = None
 ) -> tuple[Any, Tensor, Any]:
-    """`backward`, its first result as rows of gemms; and what `forward_rows` returned once more, if `makes_act`."""
+    """`backward`, its first result as rows of gemms; and what `forward_rows` returned once more, if `makes_act`.
+
+    Args:
+        gate_up, row_weights, grad_act: as there.
+        gemms, end: as in `forward_rows`.
+        makes_act: whether to return what that did, too.
+    """
     kernels = _kernels(gate_up, row_weights)
     if kernels is not None:
-        results: tuple[Any, Tensor, Any] = kernels.backward(gate_up, row_weights, grad_act, gemms, makes_act)
+        results: tuple[Any, Tensor, Any] = kernels.backward(gate_up, row_weights, grad_act, gemms, makes_act, end)
         return results
     act = gemms.rows(forward(gate_up, row_weights), gate_up.dtype) if makes_act else None
     grad, grad_weights = backward(gate_up, row_weights, grad_act)
