@@ -28,15 +28,14 @@ Result = Tensor | FP8Rows | FP8Turned
 
 
 def expert_cases() -> Iterator[GpuCase]:
-    """In the order of the table."""
-    yield GpuCase("BF16 -> FP8 rows, one scale each", quantized)
-    yield GpuCase("weights of 32 experts: FP8 rows, transposed", transposed)
-    yield GpuCase("unpack for experts: MXFP4 -> FP8 rows, one scale each", unpacked)
-    yield GpuCase("FP8 rows -> columns of 32 experts, one scale each", columns)
-    yield GpuCase("kept MXFP4 -> columns of 32 experts, one scale each", payload_columns)
+    """In the order of the table. FP8 rows have one scale each."""
+    yield GpuCase("MoE: BF16 -> FP8 rows", quantized)
+    yield GpuCase("MoE: weights of 32 experts, FP8 rows, transposed", transposed)
+    yield GpuCase("MoE: unpack for experts, MXFP4 -> FP8 rows", unpacked)
+    yield GpuCase("MoE: FP8 rows -> columns of 32 experts", columns)
+    yield GpuCase("MoE: kept MXFP4 -> columns of 32 experts", payload_columns)
     for how in ("forward", "backward", "backward and act again"):
-        name = f"SwiGLU {how}: BF16 -> FP8 rows"
-        yield GpuCase(name, partial(gated, how=how), max_error=SWIGLU_ERROR)
+        yield GpuCase(f"MoE: SwiGLU {how}, BF16 -> FP8 rows", partial(gated, how=how), max_error=SWIGLU_ERROR)
 
 
 def job_of(make: Callable[[], Sequence[Result]], num_elements: int, num_bytes: int, as_floats: bool = False) -> Job:

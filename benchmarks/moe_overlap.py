@@ -117,7 +117,7 @@ def on_a_stream(device: torch.device) -> Iterator[None]:
 
 def measure_layer(ranks: Ranks, sizes: Sizes, recipe: str, options: argparse.Namespace) -> list[Record]:
     """The records of one recipe."""
-    given = {"transport": options.transport} if options.transport else {}
+    given = {"num_sms": options.sms, **({"transport": options.transport} if options.transport else {})}
     capacity = options.capacity or (sizes.num_tokens if options.graph else None)
     shared = options.shared
     layer = make_layer(ranks, sizes, recipe, num_shared_experts=shared, num_max_tokens_per_rank=capacity, **given)
@@ -132,7 +132,7 @@ def measure_layer(ranks: Ranks, sizes: Sizes, recipe: str, options: argparse.Nam
     own = measure(variants, Budget.of(options, ranks.device.type), decide=ranks.any)
     times = {name: slowest(ranks.gather(samples)) for name, samples in own.items()}
     layer.close()
-    about = {"recipe": recipe, "transport": transport, "shared": shared, "capacity": capacity}
+    about = {"recipe": recipe, "transport": transport, "shared": shared, "capacity": capacity, "num_sms": options.sms}
     about |= {key: getattr(sizes, key) for key in ("hidden", "width", "num_tokens", "num_experts", "num_topk")}
     seconds = {way: {key: summary_record([each[key] for each in times[way]]) for key in times[way][0]} for way in times}
     return [{"record": "layer", "way": way, **about, "seconds": seconds[way]} for way in variants]
@@ -157,7 +157,8 @@ def title(record: Record) -> str:
     experts = f"{record['num_topk']} of {record['num_experts']} experts and {record['shared']} shared"
     tokens = f"{record['num_tokens']} tokens x {record['hidden']}"
     room = f", room for {record['capacity']} tokens a rank" if record.get("capacity") else ""
-    return f"{record['shape']}: {tokens}, {experts}, width {record['width']}{room}"
+    sms = f", {record['num_sms']} SMs for the exchange" if record.get("num_sms") else ""
+    return f"{record['shape']}: {tokens}, {experts}, width {record['width']}{room}{sms}"
 
 
 def table(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
@@ -192,6 +193,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--shared", type=positive, default=1, help="experts that every token goes to, default %(default)s")
     add("--graph", action="store_true", help="time CUDA graphs as well, with the fixed capacity that they need")
     add("--capacity", type=positive, metavar="TOKENS", help="`num_max_tokens_per_rank`; with --graph default as many")
+    add("--sms", type=positive, help="multiprocessors for packing and unpacking (`num_sms`), default all")
     add("--transport", choices=BETWEEN_GPUS, help="between GPUs; default what `EPCommunicator` takes")
     add("--calls", type=positive, default=3, help="in a row, for a time on GPUs, default %(default)s")
     add("--json", type=Path, metavar="FILE", help="where to write all figures as JSON lines")

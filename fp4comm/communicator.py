@@ -227,9 +227,9 @@ class EPCommunicator:
         layout: str | None,
         out: torch.dtype | str | None,
         more_facts: Mapping[str, object],
-        reads_rest: bool = True,
+        zeroes_rest: bool = True,
     ) -> tuple[Received, Handle]:
-        """`dispatch`, with more that ranks must agree about. reads_rest: as in `NewRoutes`."""
+        """`dispatch`, with more that ranks must agree about. zeroes_rest: as in `NewRoutes`."""
         self._check_open()
         facts: dict[str, object] = {}
         plan = error = None
@@ -243,12 +243,13 @@ class EPCommunicator:
         except Exception as raised:  # whatever it is, the other ranks must not wait for this one
             error = raised
         if handle is not None:
+            assert zeroes_rest, "its routes are made"
             self._agree("dispatch", facts, error)
             send = self._exchange.pack_again("dispatch", _rows_of(x), handle.routing)
             arrived = self._exchange.to_experts("dispatch", send, handle.routing.sizes)
             return self._unpack(x, topk_weights, arrived, handle.routing, out)
         know_sizes = self._begin_sizes(plan, facts, error)
-        arrived, routing = self._send_along(plan, know_sizes, x, topk_weights, layout or "expert", reads_rest)
+        arrived, routing = self._send_along(plan, know_sizes, x, topk_weights, layout or "expert", zeroes_rest)
         return self._unpack(x, topk_weights, arrived, routing, out)
 
     def _send_along(
@@ -258,7 +259,7 @@ class EPCommunicator:
         x: Tensor | FP8Tensor,
         topk_weights: Tensor | None,
         layout: str,
-        reads_rest: bool,
+        zeroes_rest: bool,
     ) -> tuple[WireRows, Routing]:
         """Sends tokens along new routes; what has arrived, and its routing. No plan: `know_sizes` raises why."""
         sizes = know_sizes() if self._transport.has_windows else None
@@ -273,7 +274,7 @@ class EPCommunicator:
         sizes = sizes or know_sizes()
         assert plan is not None, "an error has been raised"
         arrived = self._exchange.to_experts("dispatch", send, sizes)
-        return arrived, self._exchange.read_routing(arrived, NewRoutes(plan, sizes, layout, reads_rest))
+        return arrived, self._exchange.read_routing(arrived, NewRoutes(plan, sizes, layout, zeroes_rest))
 
     def _begin_sizes(
         self, plan: SendPlan | None, facts: dict[str, object], error: Exception | None

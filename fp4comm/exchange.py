@@ -196,7 +196,7 @@ class Exchange:
             )
         layout = None if experts is None else ExpertLayout(*experts)
         is_open = layout is not None and layout.ends.device.type == "cuda" and sizes.rows_per_expert is None
-        end = layout.ends[-1:] if layout is not None and is_open and not routes.reads_rest else None
+        end = layout.ends[-1:] if layout is not None and is_open and not routes.zeroes_rest else None
         return Routing(routes.plan, sizes, idx, weights, counts, layout, used_rows, end)
 
     def unpack(
@@ -207,7 +207,7 @@ class Exchange:
         Args:
             leg_name: the leg that they came by.
             arrived: the received rows.
-            out: `[routing.num_rows, hidden]` rows of any kind. Those from `routing.end` on may stay as they are.
+            out: `[routing.num_rows, hidden]` rows of any kind. Those from `routing.end` on are undefined.
             routing: the routes that they came by.
             weights: float32, a factor for each row of `out`; None = 1. Only in the expert layout.
         """

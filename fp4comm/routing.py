@@ -178,8 +178,8 @@ class Routing:
         experts: the expert layout; None = experts see the rank layout.
         used_rows: `[num_recv_rows]` int64, with a capacity in the rank layout: the number of each received row, -1 for
             those that no message has filled. Else None.
-        end: int32 `[1]`, on a GPU: rows of experts from there on are never read, and stay as they are. None = they are
-            rows of zeros, if there are any.
+        end: int32 `[1]`, on a GPU: what rows of experts hold from there on is undefined. None = zeros, where there are
+            such rows.
     """
 
     plan: SendPlan
@@ -240,13 +240,13 @@ class NewRoutes:
     """What is known of a routing before the first rows have arrived.
 
     Attributes:
-        reads_rest: whether anybody reads rows after those of the last expert.
+        zeroes_rest: whether rows after those of the last expert must be zeros.
     """
 
     plan: SendPlan
     sizes: Sizes
     layout: str
-    reads_rest: bool = True
+    zeroes_rest: bool = True
 
 
 def worst_case_expert_rows(num_recv_tokens: int, num_topk: int, num_local_experts: int, alignment: int) -> int:

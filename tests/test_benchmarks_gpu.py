@@ -256,7 +256,7 @@ def test_cases_of_a_gpu_are_the_same_on_a_copy_of_the_data(hidden: int, num_rows
         "MXFP4 -> FP8 rows + columns, 1 group",
         "pack for 2 ranks: BF16 -> MXFP4, routing",
         "unpack for experts: MXFP4 -> FP8",
-        "unpack for experts: MXFP4 -> FP8 rows, one scale each",
+        "MoE: unpack for experts, MXFP4 -> FP8 rows",
         "sum over 2 ranks: MXFP4 -> BF16",
         "route: tokens to 2 ranks",
         "read routing, expert layout",

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fp4comm import quantize_mxfp4
-from fp4comm.moe import FP8Rows, MoELayer
+from fp4comm.moe import FP8Rows, MoELayer, Recipe
 from fp4comm.moe.gemm import BlockGemms, Groups, RowGemms, ScaledGemms
 from fp4comm.moe.shared import Lane
 
@@ -71,7 +71,7 @@ def test_gemms_give_the_numbers_of_the_cpu(gemms: Any, on_cpu: Any) -> None:
         assert error(got, want) < 3e-3
 
 
-def make_layer(recipe: str, device: str, **options: Any) -> MoELayer:
+def make_layer(recipe: str | Recipe, device: str, **options: Any) -> MoELayer:
     layer = MoELayer(recipe=recipe, device=device, **{**SIZES, **options})
     rng = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -101,15 +101,30 @@ def test_experts_give_the_numbers_of_the_cpu(recipe: str, options: dict[str, Any
         assert error(got, expected) < 0.01
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "fp8_flow", "fp4", "fp4_all"])
-def test_places_that_stay_empty_have_no_say(recipe: str) -> None:
-    """Whatever their memory held before: of four times as many tokens as there are."""
+def fill_new_memory(monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
+    """What `torch.empty` and `empty_like` return on a GPU holds such bytes from now on."""
+    for name in ("empty", "empty_like"):
+        allocate = getattr(torch, name)
+
+        def filled(*args: Any, allocate: Callable[..., Tensor] = allocate, **kwargs: Any) -> Tensor:
+            tensor = allocate(*args, **kwargs)
+            return tensor.view(torch.uint8).fill_(byte).view(tensor.dtype) if tensor.is_cuda and tensor.ndim else tensor
+
+        monkeypatch.setattr(torch, name, filled)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["bf16", "fp8_flow", "fp4", "fp4_all", pytest.param(Recipe(scaling="block"), id="blocks")]
+)
+def test_places_that_stay_empty_have_no_say(recipe: str | Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their memory held before; there is room for four times as many tokens as there are."""
     want = run(make_layer(recipe, "cpu"), "cpu")
     results = []
-    for fill in (float("nan"), 1.0):
-        layer = make_layer(recipe, "cuda", num_max_tokens_per_rank=1200)
-        torch.full((2**28,), fill, device="cuda")  # freed at once, and what the layer allocates is a part of it
-        results.append(run(layer, "cuda"))
+    for byte in (0xFF, 0):  # 0xFF is NaN in every format
+        with monkeypatch.context() as patched:
+            layer = make_layer(recipe, "cuda", num_max_tokens_per_rank=1200)
+            fill_new_memory(patched, byte)
+            results.append(run(layer, "cuda"))
     assert all(map(torch.equal, *results))
     assert all(bool(result.isfinite().all()) for result in results[0])
     if recipe != "fp4_all":  # in which one threshold more of MXFP4 is 2 % of the norm

@@ -23,13 +23,13 @@ struct ColumnTile {
     int64_t in_group;  // and within its group
     int64_t group_first;
     int64_t group_size;
-    int64_t group_rows;  // that there are: fewer than group_size where only the device knows
+    int64_t num_filled;  // of these rows; fewer where only the device knows them
 
-    __device__ int64_t rows_left() const { return group_rows - in_group; }
+    __device__ int64_t rows_left() const { return num_filled - in_group; }
 };
 
 // `groups`: first row of every group and their sum, then first tile of every group and their sum; all lanes of a warp
-// look together. One group needs no table, and `end` may say how many of its rows there are.
+// look together. One group needs no table; `end` says where it ends, if there is an end.
 __device__ inline ColumnTile find_tile(int64_t index, const int64_t* groups, int64_t num_groups, int64_t num_rows,
                                        int rows_per_tile, const int32_t* end = nullptr) {
     if (num_groups == 1) {
@@ -123,7 +123,7 @@ __device__ inline void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
     columns[3 * stride] = __byte_perm(ab23, cd23, 0x7632);
 }
 
-// The first `count` of 16 bytes; `to` is a multiple of 4 if `by_words`, and so is `count` then.
+// The first `count` of 16 bytes; `by_words`, where `to` is a multiple of 4, rounds it up: at most to the column's end.
 FP4COMM_RARE void write_ragged(uint8_t* to, bool by_words, uint4 bytes, int count) {
     const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
 #pragma unroll

@@ -3,7 +3,7 @@
 //
 // Macros: HIDDEN, SPANS, SRC_KIND (3: float32 scales, 4: E8M0, 6: a float32 scale per row), MIN_BLOCKS (per
 // multiprocessor, limits registers), GIVEN (1: wanted_scales says to which scale each row is brought; out_scales is
-// null, and the tiles of one group that begin after its first *end rows are left alone).
+// null, and tiles from row *end on, if there is an end, are left alone).
 #include "columns.cuh"
 #include "e4m3_shift.cuh"
 

@@ -2,8 +2,8 @@
 //
 // Macros: HIDDEN, SPANS, WITH_ROWS (1: rows too), SCALES_ALIGNED (1: rows of scale bytes begin at multiples of
 // 8), MIN_BLOCKS (per multiprocessor, limits registers), GIVEN (1: wanted_scales says which scale each row gets, at
-// least 2^-6 times that of its largest block; out_scales is null, and the tiles of one group that begin after its first
-// *end rows are left alone).
+// least 2^-6 times that of its largest block; out_scales is null, and tiles from row *end on, if there is an
+// end, are left alone).
 #include "columns.cuh"
 
 namespace fp4comm {

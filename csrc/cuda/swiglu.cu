@@ -2,10 +2,10 @@
 //
 //     act = silu(gate) * up * weight
 //
-// A block per row, which is read once and kept in registers; a lane owns eight adjacent columns of each step. `end`, if
-// any, says how many rows there are, and the others are left alone. Macros:
-// FFN (width of act, a multiple of 128), THREADS, SRC_KIND (of gate and up, and of the gradient of act), DST_KIND (of
-// act and of the gradients of gate and up), WITH_ACT (whether backward makes act again).
+// A block per row, which is read once and kept in registers; a lane owns eight adjacent columns of each step. Rows
+// from *end on, if there is an end, are left alone. Macros: FFN (width of act, a multiple of 128), THREADS, SRC_KIND
+// (of gate and up, and of the gradient of act), DST_KIND (of act and of the gradients of gate and up), WITH_ACT
+// (whether backward makes act again).
 #include "row_maximum.cuh"
 
 using namespace fp4comm;

@@ -231,7 +231,7 @@ def expand_rows(
         slot_rows: int64 `[len(src), n]`, the reverse of source_rows if the caller has it; this backend needs none.
         weights: float32 `[len(out)]`, a factor for each row; only with source_rows.
         options: of decoding and encoding.
-        end: int32 `[1]`: rows of zeros from there on may stay as they are, which this backend makes no use of.
+        end: int32 `[1]`: what rows from there on hold may be anything, which this backend makes no use of.
     """
     if out.kind == GemmKind.FP8_ROW:
         assert weights is None
@@ -271,7 +271,7 @@ def gemm_columns(
         src_row: int64 `[num_rows]`, the row of src behind each; -1 = zeros, None = the same rows.
         row_scales: float32 `[num_rows]`, powers of two: at least the row's own, or 2**-6 times its largest block's.
         group_sizes: rows of each group; None = one group.
-        end: int32 `[1]`: of one group; rows from there on need not be turned, which this backend makes no use of.
+        end: as in `expand_rows`, of one group.
     """
     if src.kind == GemmKind.FP8_ROW:
         assert src_row is None

@@ -145,14 +145,14 @@ def gemm_columns(
     end: Tensor | None = None,
 ) -> Tensor:
     """As `cpu.gemm_columns`."""
-    assert end is None or (group_sizes is None and end.dtype == torch.int32)
+    assert end is None or group_sizes is None
     sizes = (len(row_scales),) if group_sizes is None else group_sizes
     assert row_scales.is_contiguous()
     assert row_scales.dtype == torch.float32
     source = _Source.of(src, src_row, sizes, ROW_TILE)
     codes = torch.empty(src.hidden * source.num_rows, dtype=torch.float8_e4m3fn, device=src.device)
     constants = {"HIDDEN": src.hidden, "GIVEN": 1}
-    given = row_scales.data_ptr(), 0 if end is None else end.data_ptr()
+    given = row_scales.data_ptr(), cuda_compile.pointer(end, torch.int32)
     if src.kind == Kind.MXFP4:
         is_aligned = int(_is_aligned(source.rows.scales, 8))
         constants |= {"SPANS": _MXFP4_SPANS, "WITH_ROWS": 0, "SCALES_ALIGNED": is_aligned}

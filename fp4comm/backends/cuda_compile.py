@@ -15,6 +15,7 @@ from typing import Any
 
 import cupy
 import torch
+from torch import Tensor
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 
@@ -141,3 +142,12 @@ def launch(
     else:
         kernel((grid,), (block,), args, shared, _stream(stream, device))
     num_launches += 1
+
+
+def pointer(tensor: Tensor | None, dtype: torch.dtype = torch.int64) -> int:
+    """An argument of a kernel; 0 if there is no tensor."""
+    if tensor is None:
+        return 0
+    assert tensor.dtype == dtype
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()

@@ -71,14 +71,14 @@ def convert_rows(
     assert dst_row is not None or len(dst) >= num_rows
     src = _aligned(src)
     constants = _constants(src, dst, options, num_rows)
-    maps = (_pointer(src_row), _pointer(dst_row))
+    maps = (cuda_compile.pointer(src_row), cuda_compile.pointer(dst_row))
     if src.arrivals is not None:
         assert src_row is None
         assert num_rows == len(src)
     num_turns = dst.num_turns if isinstance(dst, PeerRows) else num_rows
     if src.arrivals is not None:
         num_turns = src.arrivals.num_turns
-    others = (_pointer(dst.peers), _arrivals_pointer(src))
+    others = (cuda_compile.pointer(dst.peers), _arrivals_pointer(src))
     args = (*src.address, *dst.address, num_rows, *maps, *_random(options), *others, num_turns)
     _launch("convert_rows", "rows_convert.cu", constants, num_turns * constants["ROW_PARTS"], args, src, dst)
 
@@ -118,7 +118,7 @@ def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEF
         }
         choices = (
             topk_idx.data_ptr(),
-            _pointer(weights, torch.float32),
+            cuda_compile.pointer(weights, torch.float32),
             meta.num_experts // num_ranks,
             meta.layout.weight_offset,
             meta.layout.expert_offset,
@@ -126,8 +126,8 @@ def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEF
             meta.rows_per_rank.stride(0),
             capacity,
         )
-    args = (*x.address, *send.address, num_tokens, _pointer(token_rows), *_random(options), *choices)
-    _launch("pack_tokens", "rows_pack.cu", constants, num_items, (*args, _pointer(send.peers)), x, send)
+    args = (*x.address, *send.address, num_tokens, cuda_compile.pointer(token_rows), *_random(options), *choices)
+    _launch("pack_tokens", "rows_pack.cu", constants, num_items, (*args, cuda_compile.pointer(send.peers)), x, send)
     send.source = x
 
 
@@ -161,12 +161,12 @@ def expand_rows(
         assert num_src == len(src)
         num_src = src.arrivals.num_turns
     pointers = (
-        _pointer(source_rows),
-        _pointer(weights, torch.float32),
+        cuda_compile.pointer(source_rows),
+        cuda_compile.pointer(weights, torch.float32),
         _arrivals_pointer(src),
-        _pointer(end, torch.int32),
+        cuda_compile.pointer(end, torch.int32),
     )
-    args = (*src.address, *out.address, num_src, _pointer(slot_rows), *_random(options), num_out, *pointers)
+    args = (*src.address, *out.address, num_src, cuda_compile.pointer(slot_rows), *_random(options), num_out, *pointers)
     num_items = num_src * constants["ROW_PARTS"] + -(-num_out // 32)
     _launch("expand_rows", "rows_expand.cu", constants, num_items, args, src, out)
     return None
@@ -193,9 +193,9 @@ def sum_rows(
         "WEIGHTED": int(weights is not None),
         "UNROLL": max(1, min(4, _SUM_BYTES // (BITS[src.kind] * min(num_terms, 8)))),  # 8 numbers a lane
     }
-    maps = (_pointer(src_row), _pointer(weights, torch.float32), _pointer(dst_row))
+    maps = (cuda_compile.pointer(src_row), cuda_compile.pointer(weights, torch.float32), cuda_compile.pointer(dst_row))
     num_turns = dst.num_turns if isinstance(dst, PeerRows) else num_rows
-    args = (*src.address, *dst.address, num_rows, *maps, *_random(options), _pointer(dst.peers), num_turns)
+    args = (*src.address, *dst.address, num_rows, *maps, *_random(options), cuda_compile.pointer(dst.peers), num_turns)
     _launch("sum_rows", "rows_sum.cu", constants, num_turns * constants["ROW_PARTS"], args, src, dst)
     return None
 
@@ -210,7 +210,15 @@ def dot_rows(
     out = torch.empty(num, dtype=torch.float32, device=a.data.device)
     a, b = _aligned(a), _aligned(b)
     constants = {"HIDDEN": a.hidden, "A_KIND": int(a.kind), "B_KIND": int(b.kind), "HADAMARD": int(options.hadamard)}
-    args = (*a.address, *b.address, num, _pointer(a_row), _pointer(b_row), out.data_ptr(), _random(options)[0])
+    args = (
+        *a.address,
+        *b.address,
+        num,
+        cuda_compile.pointer(a_row),
+        cuda_compile.pointer(b_row),
+        out.data_ptr(),
+        _random(options)[0],
+    )
     cuda_compile.launch("rows_dot.cu", "dot_rows", constants, -(-num * 4 // _THREADS), _THREADS, args)
     return out
 
@@ -326,11 +334,3 @@ def _is_aligned(rows: Rows) -> bool:
     if len(rows) == 1:
         stride = scales_stride = 0
     return (data | stride) % _ALIGNMENT == 0 and (scales | scales_stride) % _SCALE_ALIGNMENT.get(rows.kind, 1) == 0
-
-
-def _pointer(tensor: Tensor | None, dtype: torch.dtype = torch.int64) -> int:
-    if tensor is None:
-        return 0
-    assert tensor.dtype == dtype
-    assert tensor.is_contiguous()
-    return tensor.data_ptr()

@@ -28,7 +28,12 @@ def forward(gate_up: Tensor, row_weights: Tensor, gemms: Any, end: Tensor | None
     """`swiglu.forward_rows`."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     act = gemms.empty_rows(num_rows, width, gate_up.device, gate_up.dtype)
-    args = (*Rows.of(gate_up).address[:2], row_weights.data_ptr(), *_rows(act).address, _pointer(end))
+    args = (
+        *Rows.of(gate_up).address[:2],
+        row_weights.data_ptr(),
+        *_rows(act).address,
+        cuda_compile.pointer(end, torch.int32),
+    )
     _launch("swiglu_forward", width, gate_up, _rows(act), False, args)
     return act
 
@@ -47,7 +52,13 @@ def backward(
     grad_weights = torch.empty(num_rows, dtype=torch.float32, device=gate_up.device)
     act_address = (0, 0, 0, 0) if act is None else _rows(act).address
     sources = (*Rows.of(gate_up).address[:2], row_weights.data_ptr(), *Rows.of(grad_act).address[:2])
-    args = (*sources, *_rows(grad).address, grad_weights.data_ptr(), *act_address, _pointer(end))
+    args = (
+        *sources,
+        *_rows(grad).address,
+        grad_weights.data_ptr(),
+        *act_address,
+        cuda_compile.pointer(end, torch.int32),
+    )
     _launch("swiglu_backward", width, gate_up, _rows(grad), makes_act, args)
     return grad, grad_weights, act
 
@@ -55,11 +66,6 @@ def backward(
 def _rows(written: Any) -> Rows:
     rows: Rows = Rows.of(written) if isinstance(written, Tensor) else written._rows
     return rows
-
-
-def _pointer(end: Tensor | None) -> int:
-    assert end is None or end.dtype == torch.int32
-    return 0 if end is None else end.data_ptr()
 
 
 def _launch(name: str, width: int, gate_up: Tensor, to: Rows, makes_act: bool, args: tuple[int, ...]) -> None:

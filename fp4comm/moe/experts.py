@@ -218,7 +218,7 @@ class _RoutedExperts(torch.autograd.Function):
         needs_rows = keeps and (x.requires_grad or topk_weights.requires_grad)
         facts = {"a gradient of the layer": keeps, "gradient of x or topk_weights": needs_rows}
         received, handle = comm._dispatch(
-            x.detach(), topk_idx, topk_weights.detach(), None, None, out, facts, reads_rest=False
+            x.detach(), topk_idx, topk_weights.detach(), None, None, out, facts, zeroes_rest=False
         )
         kept_rows = _tensors_to_keep(received, recipe) if keeps else []  # at once: others may write there later
         groups, row_weights = Groups.of(handle.routing), received.topk_weights

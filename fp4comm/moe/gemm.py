@@ -55,12 +55,14 @@ class Groups:
         known_sizes: rows of each group, if the host knows them without waiting for the device.
         num_sources: ranks that rows come from. If the host doesn't know the groups, num_rows is what all of them may
             send together, and rows that are spread evenly over the ranks fill that part of it.
+        end: int32 `[1]`, if only a GPU knows: what is made of rows from there on is undefined. None = all count.
     """
 
     ends: Tensor
     num_rows: int
     known_sizes: tuple[int, ...] | None = None
     num_sources: int = 1
+    end: Tensor | None = None
 
     @classmethod
     def of(cls, routing: Routing) -> Groups:
@@ -68,7 +70,7 @@ class Groups:
         assert routing.experts is not None
         on_host = routing.experts.ends.device.type == "cpu"
         known = routing.num_rows_per_expert if on_host else routing.sizes.padded_rows_per_expert
-        return cls(routing.experts.ends, routing.num_rows, known, len(routing.sizes.rows_from_rank))
+        return cls(routing.experts.ends, routing.num_rows, known, len(routing.sizes.rows_from_rank), routing.end)
 
     @classmethod
     def of_sizes(cls, sizes: tuple[int, ...], num_rows: int | None = None, device: str = "cpu") -> Groups:
@@ -82,11 +84,6 @@ class Groups:
         if self.known_sizes is not None:
             return self.known_sizes
         return tuple(end - start for start, end in pairwise([0, *self.ends.tolist()]))
-
-    @property
-    def end(self) -> Tensor | None:
-        """int32 `[1]`, where the last group ends, if only the device knows."""
-        return self.ends[-1:] if self.known_sizes is None else None
 
     @property
     def usual_rows(self) -> float:
@@ -206,7 +203,7 @@ class FP8Turned:
     Attributes:
         data: float8_e4m3fn `[hidden, num_rows]`.
         scales: float32 `[num_experts]`.
-        row_scales: float32 `[num_rows]`, the same scales by row.
+        row_scales: float32 `[num_rows]`, the same scales by row. Undefined, as data is, from `Groups.end` on.
     """
 
     data: Tensor

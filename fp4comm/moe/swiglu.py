@@ -23,7 +23,7 @@ def forward_rows(gate_up: Tensor, row_weights: Tensor, gemms: Any, end: Tensor |
     Args:
         gate_up, row_weights: as there.
         gemms: whose rows to make, those of a `gemm.Gemms`.
-        end: int32 `[1]`, how many rows there are; what becomes of those after them is undefined. None = all.
+        end: see `gemm.Groups`.
     """
     kernels = _kernels(gate_up, row_weights)
     if kernels is None:
