@@ -85,7 +85,8 @@ def check_dispatch(
     accepted = f"None, 'fp8', 'fp8_rows' or one of {FLOAT_DTYPES}"
     require(out is None or out in ("fp8", "fp8_rows") or out in FLOAT_DTYPES, "out", repr(out), accepted)
     wants_fp8 = isinstance(out, str)
-    require(out != "fp8_rows" or layout in (None, "expert"), "out", "'fp8_rows'", "'fp8_rows' in layout 'expert'")
+    is_rank_layout = (layout if handle is None else getattr(handle, "layout", None)) == "rank"
+    require(out != "fp8_rows" or not is_rank_layout, "out", "'fp8_rows'", "'fp8_rows' in layout 'expert'")
     require(
         not wants_fp8 or not comm.precision.leg("dispatch").hadamard,
         "out",
@@ -196,6 +197,10 @@ def _check_handle(comm: EPCommunicator, handle: object) -> None:
     require(owner is comm, "handle", "of another communicator", "a handle that this communicator's dispatch returned")
 
 
+def _name_of(handle: Handle) -> str:
+    return f"of dispatch {handle.routing.number}"
+
+
 def check_combine(comm: EPCommunicator, y: Tensor, handle: Handle, apply_weights: bool | None) -> None:
     """Checks the arguments of `EPCommunicator.combine`."""
     _check_handle(comm, handle)
@@ -217,6 +222,13 @@ def check_combine(comm: EPCommunicator, y: Tensor, handle: Handle, apply_weights
         "True",
         "None or False for layout 'rank', whose rows are sums over local experts already",
     )
+    # forward multiplies by what came with the rows, backward by what the dispatch returned
+    require(
+        not handle.has_other_weights or apply_weights is False or handle.routing.layout == "rank",
+        "recv.topk_weights",
+        "changed in place",
+        "as it came; or multiply y by other weights yourself, with apply_weights=False",
+    )
 
 
 def dispatch_facts(
@@ -232,7 +244,7 @@ def dispatch_facts(
     return {
         "dtype of x": "fp8" if isinstance(x, FP8Tensor) else str(x.dtype),
         "num_topk": None if topk_idx is None else topk_idx.shape[1],
-        "a handle": "given" if handle is not None else "not given",
+        "a handle": "not given" if handle is None else _name_of(handle),
         "layout": layout or "expert" if handle is None else handle.routing.layout,
         "out": str(out),
         "gradient of x": with_grad and isinstance(x, Tensor) and x.requires_grad,
@@ -243,6 +255,7 @@ def dispatch_facts(
 def combine_facts(y: Tensor, handle: Handle, apply_weights: bool) -> dict[str, Any]:
     """What all ranks must pass alike to a combine. Backward is collective too, so all ranks need a gradient or none."""
     return {
+        "handle": _name_of(handle),
         "dtype of y": str(y.dtype),
         "layout": handle.routing.layout,
         "apply_weights": apply_weights,

@@ -37,6 +37,26 @@ class Handle:
     topk_weights: Tensor
     anchor: Tensor
     owner: EPCommunicator
+    weights_version: int
+
+    @classmethod
+    def of(cls, routing: Routing, topk_weights: Tensor, anchor: Tensor, owner: EPCommunicator) -> Handle:
+        """With the weights as they are now."""
+        return cls(routing, topk_weights, anchor, owner, _version_of(topk_weights))
+
+    @property
+    def layout(self) -> str:
+        """ "expert" or "rank"."""
+        return self.routing.layout
+
+    @property
+    def has_other_weights(self) -> bool:
+        """Whether `topk_weights` were changed in place."""
+        return _version_of(self.topk_weights) != self.weights_version
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 _numbers = itertools.count(1)
@@ -100,7 +120,7 @@ class EPCommunicator:
         is_on_gpu = self.device is not None and self.device.type == "cuda"
         self.check_inputs = not is_on_gpu if check_inputs is None else check_inputs
         self.expert_alignment, self.num_max_tokens_per_rank = expert_alignment, num_max_tokens_per_rank
-        self._is_closed, self._num_sms = False, num_sms
+        self._is_closed, self._num_sms, self._num_dispatches = False, num_sms, 0
         self.precision = Precision()
         error = None
         try:
@@ -233,6 +253,7 @@ class EPCommunicator:
         self._check_open()
         facts: dict[str, object] = {}
         plan = error = None
+        self._num_dispatches += 1
         try:
             raise_deferred()
             checks.check_dispatch(self, x, topk_idx, topk_weights, handle, layout, out)
@@ -274,7 +295,9 @@ class EPCommunicator:
         sizes = sizes or know_sizes()
         assert plan is not None, "an error has been raised"
         arrived = self._exchange.to_experts("dispatch", send, sizes)
-        return arrived, self._exchange.read_routing(arrived, NewRoutes(plan, sizes, layout, zeroes_rest))
+        return arrived, self._exchange.read_routing(
+            arrived, NewRoutes(plan, sizes, layout, zeroes_rest, self._num_dispatches)
+        )
 
     def _begin_sizes(
         self, plan: SendPlan | None, facts: dict[str, object], error: Exception | None
@@ -363,8 +386,11 @@ class EPCommunicator:
         else:
             recv_x, recv_topk_weights, anchor = unpack_dispatch(*inputs)
         recv_x = recv_x if as_fp8 is None else as_fp8
+        is_rotated = self.precision.leg("dispatch").hadamard
         arrived = self._exchange.settle(arrived)
-        return Received(recv_x, recv_topk_weights, routing, arrived), Handle(routing, recv_topk_weights, anchor, self)
+        return Received(recv_x, recv_topk_weights, routing, arrived, is_rotated), Handle.of(
+            routing, recv_topk_weights, anchor, self
+        )
 
     def combine(self, y: Tensor, handle: Handle, *, apply_weights: bool | None = None) -> Tensor:
         """Brings the experts' results home and sums them per token, in float32 and in a fixed order.

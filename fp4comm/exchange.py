@@ -197,7 +197,7 @@ class Exchange:
         layout = None if experts is None else ExpertLayout(*experts)
         is_open = layout is not None and layout.ends.device.type == "cuda" and sizes.rows_per_expert is None
         end = layout.ends[-1:] if layout is not None and is_open and not routes.zeroes_rest else None
-        return Routing(routes.plan, sizes, idx, weights, counts, layout, used_rows, end)
+        return Routing(routes.plan, sizes, idx, weights, counts, layout, used_rows, end, routes.number)
 
     def unpack(
         self, leg_name: str, arrived: WireRows, out: Rows, routing: Routing, weights: Tensor | None = None

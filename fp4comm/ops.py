@@ -55,7 +55,8 @@ def dispatch(
     Returns:
         What arrived, and the handle for `combine`. Differentiable in x and topk_weights.
     """
-    *received, token = torch.ops.fp4comm.dispatch(x, topk_idx, topk_weights, comm.name, layout)
+    has_gradient = [torch.is_grad_enabled() and part is not None and part.requires_grad for part in (x, topk_weights)]
+    *received, token = torch.ops.fp4comm.dispatch(x, topk_idx, topk_weights, comm.name, layout, *has_gradient)
     return CompiledReceived(*received), CompiledHandle(token, x.shape[0])
 
 
@@ -85,7 +86,8 @@ def _communicator(name: str) -> EPCommunicator:
 def _handle_of(token: Tensor, comm: str) -> Handle:
     handle = _handles.get(int(token))
     if handle is None:
-        raise InvalidArgument("handle is not of a dispatch that is still known; accepted: what it returned, unchanged")
+        accepted = "what it returned, unchanged; in compiled code without hooks that save copies of tensors"
+        raise InvalidArgument(f"handle is not of a dispatch that is still known; accepted: {accepted}")
     require(handle.owner is _communicator(comm), "handle", "of another communicator", "one of the same")
     return handle
 
@@ -100,21 +102,36 @@ def _token_of(handle: Handle) -> Tensor:
 
 @torch.library.custom_op("fp4comm::dispatch", mutates_args=())
 def _dispatch(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, comm: str, layout: str
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    comm: str,
+    layout: str,
+    x_has_gradient: bool = False,
+    weights_have_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    facts = {"gradient of x": x_has_gradient, "gradient of topk_weights": weights_have_gradient}
     with torch.no_grad():
-        received, handle = _communicator(comm).dispatch(x, topk_idx, topk_weights, layout=layout)
+        received, handle = _communicator(comm)._dispatch(x, topk_idx, topk_weights, None, layout, None, facts)
     assert isinstance(received.x, Tensor)
     offsets = received.expert_offsets
     if offsets is None:
         offsets = torch.empty(0, dtype=torch.int32, device=x.device)
-    # an operator's results must not be parts of each other, nor of what the handle keeps
-    return received.x, received.topk_weights, received.topk_idx.clone(), offsets.clone(), _token_of(handle)
+    # an operator's results must not be parts of each other, nor of what the handle keeps: they become parts of a graph,
+    # which would then keep the token alive, and that the handle
+    token = _token_of(replace(handle, topk_weights=received.topk_weights.detach()))
+    return received.x, received.topk_weights, received.topk_idx.clone(), offsets.clone(), token
 
 
 @_dispatch.register_fake
 def _dispatch_shapes(
-    x: Tensor, topk_idx: Tensor, topk_weights: Tensor | None, comm: str, layout: str
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor | None,
+    comm: str,
+    layout: str,
+    x_has_gradient: bool = False,
+    weights_have_gradient: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     owner = _communicator(comm)
     num_topk, capacity = topk_idx.shape[1], owner.num_max_tokens_per_rank
@@ -156,9 +173,10 @@ def _dispatch_backward_shapes(
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, topk_idx, _, ctx.comm, _ = inputs
+    x, topk_idx, _, ctx.comm, *_ = inputs
     ctx.num_tokens, ctx.num_topk = x.shape[0], topk_idx.shape[1]
     ctx.save_for_backward(output[4])
+    ctx.token = output[4].detach()  # its memory must live, too, where hooks save copies
 
 
 def _gradients_of_dispatch(
@@ -168,7 +186,7 @@ def _gradients_of_dispatch(
     grad_weights_or_none = grad_weights if ctx.needs_input_grad[2] else None
     sizes = (ctx.comm, ctx.num_tokens, ctx.num_topk)
     grad_x, grad_topk_weights = torch.ops.fp4comm.dispatch_backward(grad_recv_x, grad_weights_or_none, token, *sizes)
-    return grad_x, None, grad_topk_weights if ctx.needs_input_grad[2] else None, None, None
+    return grad_x, None, grad_topk_weights if ctx.needs_input_grad[2] else None, None, None, None, None
 
 
 _dispatch.register_autograd(_gradients_of_dispatch, setup_context=_save_dispatch)
@@ -176,22 +194,25 @@ _dispatch.register_autograd(_gradients_of_dispatch, setup_context=_save_dispatch
 
 @torch.library.custom_op("fp4comm::combine", mutates_args=())
 def _combine(y: Tensor, recv_topk_weights: Tensor, token: Tensor, comm: str, num_tokens: int) -> Tensor:
-    handle = _handle_of(token, comm)
-    if handle.routing.layout == "expert":  # the weights that are given, which need not be those that arrived
-        _check_weights(recv_topk_weights, handle)
+    try:
+        handle = _handle_of(token, comm)
+        if handle.layout == "expert":
+            _check_weights(recv_topk_weights, handle.routing.num_rows)
+    except InvalidArgument as error:
+        _communicator(comm)._agree("combine", {}, error)  # raises it on all ranks
+        raise
+    if handle.layout == "expert":  # the weights that are given, which need not be those that arrived
         given = handle.routing.slot_values(recv_topk_weights)
-        handle = replace(handle, routing=replace(handle.routing, recv_topk_weights=given))
+        routing = replace(handle.routing, recv_topk_weights=given)
+        handle = Handle.of(routing, recv_topk_weights, handle.anchor, handle.owner)
     with torch.no_grad():
         return handle.owner.combine(y, handle)
 
 
-def _check_weights(weights: Tensor, handle: Handle) -> None:
-    num_rows = handle.routing.num_rows
-    if weights.dtype != torch.float32 or weights.shape != (num_rows,):
-        found = f"{list(weights.shape)} of {weights.dtype}"
-        error = InvalidArgument(f"recv_topk_weights is {found}; accepted: [{num_rows}] of torch.float32")
-        handle.owner._agree("combine", {}, error)
-        raise error
+def _check_weights(weights: Tensor, num_rows: int) -> None:
+    is_right = weights.dtype == torch.float32 and weights.shape == (num_rows,)
+    found = f"{list(weights.shape)} of {weights.dtype}"
+    require(is_right, "recv_topk_weights", found, f"[{num_rows}] of torch.float32")
 
 
 @_combine.register_fake
@@ -223,6 +244,7 @@ def _combine_backward_shapes(
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     y, recv_topk_weights, token, ctx.comm, _ = inputs
     ctx.save_for_backward(y if ctx.needs_input_grad[1] else None, recv_topk_weights, token)
+    ctx.token = token.detach()  # as that of the dispatch
 
 
 def _gradients_of_combine(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:

@@ -37,6 +37,7 @@ class Received:
     topk_weights: Tensor
     _routing: Routing
     _arrived: WireRows
+    _is_rotated: bool
 
     @property
     def topk_idx(self) -> Tensor:
@@ -77,6 +78,7 @@ class Received:
         combine and backward passes included: others write to the memory after that.
 
         What to keep for backward, with `source_rows` and `num_rows_per_expert`; see `MXFP4Tensor.to_fp8_columns`.
+        Rotated if the dispatch leg uses the Hadamard transform.
 
         Raises:
             InvalidArgument: the dispatch leg is not mxfp4.
@@ -90,13 +92,16 @@ class Received:
         """The same numbers column-wise per expert, for the weight gradient, straight from the payload.
 
         Raises:
-            InvalidArgument: the layout is not "expert", or the wire is not mxfp4 or fp8.
+            InvalidArgument: the layout is not "expert", or the wire is not mxfp4 or fp8, or rotated.
         """
         rows = self._arrived.kept.rows
         if self._routing.experts is None:
             raise InvalidArgument("to_fp8_columns: the layout is 'rank'; accepted: 'expert'")
         if rows.kind not in (Kind.MXFP4, Kind.FP8_E8M0):
             raise InvalidArgument(f"to_fp8_columns: the wire of dispatch is {rows.kind.name}; accepted: MXFP4, FP8")
+        if self._is_rotated:
+            accepted = "a dispatch leg without the Hadamard transform, whose reverse is not FP8"
+            raise InvalidArgument(f"to_fp8_columns: the received rows are rotated; accepted: {accepted}")
         if rows.kind == Kind.MXFP4:
             return self.payload.to_fp8_columns(self.num_rows_per_expert, self.source_rows)
         src_row = self._routing.experts.rows[: sum(self.num_rows_per_expert)]

@@ -180,6 +180,8 @@ class Routing:
             those that no message has filled. Else None.
         end: int32 `[1]`, on a GPU: what rows of experts hold from there on is undefined. None = zeros, where there are
             such rows.
+        number: of the dispatch that has made them, which all ranks count alike: so ranks notice if they mean routes of
+            different dispatches.
     """
 
     plan: SendPlan
@@ -190,6 +192,7 @@ class Routing:
     experts: ExpertLayout | None
     used_rows: Tensor | None
     end: Tensor | None = None
+    number: int = 0
 
     @property
     def layout(self) -> str:
@@ -241,12 +244,14 @@ class NewRoutes:
 
     Attributes:
         zeroes_rest: whether rows after those of the last expert must be zeros.
+        number: see `Routing`.
     """
 
     plan: SendPlan
     sizes: Sizes
     layout: str
     zeroes_rest: bool = True
+    number: int = 0
 
 
 def worst_case_expert_rows(num_recv_tokens: int, num_topk: int, num_local_experts: int, alignment: int) -> int:

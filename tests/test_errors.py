@@ -136,6 +136,8 @@ def test_handles_are_checked() -> None:
         by_rank, rank_handle = comm.dispatch(**good_arguments(), layout="rank")
         with pytest.raises(InvalidArgument, match="apply_weights is True"):
             comm.combine(by_rank.x, rank_handle, apply_weights=True)
+        with pytest.raises(InvalidArgument, match="out is 'fp8_rows'; accepted: 'fp8_rows' in layout 'expert'"):
+            comm.dispatch(torch.ones(NUM_TOKENS, HIDDEN), handle=rank_handle, out="fp8_rows")
 
     run_thread_ranks(run, 2)
 
@@ -199,6 +201,47 @@ def test_ranks_that_disagree_in_a_call() -> None:
             comm.combine(recv.x, handle) if comm.rank == 0 else comm.dispatch(**arguments)
 
     run_thread_ranks(run, 2)
+
+
+def test_handles_of_different_dispatches() -> None:
+    """Also where their sizes are the same, so that rows would arrive and be those of other tokens."""
+
+    def run(group: ThreadTransport) -> None:
+        comm = make(group)
+        handles = [comm.dispatch(**good_arguments())[1] for _ in range(2)]
+        recv, again = comm.dispatch(torch.ones(NUM_TOKENS, HIDDEN), handle=handles[0])
+        own = handles[comm.rank]
+        with pytest.raises(InvalidArgument, match='handle is "of dispatch 1" on rank 0, "of dispatch 2" on rank 1'):
+            comm.combine(recv.x, own)
+        with pytest.raises(InvalidArgument, match='a handle is "of dispatch 1" on rank 0, "of dispatch 2" on rank 1'):
+            comm.dispatch(torch.ones(NUM_TOKENS, HIDDEN), handle=own)
+        comm.combine(recv.x, handles[0] if comm.rank else again)
+
+    run_thread_ranks(run, 2)
+
+
+def test_weights_that_were_changed() -> None:
+    """Forward and backward would multiply by different ones."""
+    comm = make(None)
+    recv, handle = comm.dispatch(**good_arguments())
+    recv.topk_weights.mul_(2)
+    with pytest.raises(
+        InvalidArgument, match=r"recv.topk_weights is changed in place; accepted: .* apply_weights=False"
+    ):
+        comm.combine(recv.x, handle)
+    comm.combine(recv.x, handle, apply_weights=False)
+    with torch.inference_mode():
+        recv, handle = comm.dispatch(**good_arguments())
+        comm.combine(recv.x, handle)
+
+
+def test_rotated_rows_do_not_become_columns() -> None:
+    comm = make(None, precision=fp4comm.Precision(dispatch=fp4comm.Leg("mxfp4", hadamard=True)))
+    recv, _ = comm.dispatch(**good_arguments())
+    with pytest.raises(
+        InvalidArgument, match="to_fp8_columns: the received rows are rotated; accepted: a dispatch leg"
+    ):
+        recv.to_fp8_columns()
 
 
 def test_another_error_on_one_rank_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:

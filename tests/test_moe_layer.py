@@ -358,6 +358,15 @@ def test_layers_share_a_communicator() -> None:
         second(tokens())
 
 
+def test_what_is_of_the_last_forward() -> None:
+    layer = MoELayer(**SIZES, recipe="bf16")
+    for name in ("balance", "num_tokens_per_expert"):
+        with pytest.raises(AttributeError, match=f"{name} is that of the last forward; call the layer first"):
+            getattr(layer, name)
+    with pytest.raises(AttributeError, match="no attribute 'weights'"):
+        _ = layer.weights
+
+
 def test_wrong_arguments_are_refused() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"recipe": "fp2"}, "recipe is 'fp2'"),

@@ -280,6 +280,16 @@ def test_arguments_of_one_rank_are_wrong() -> None:
             make_layer(make_layer().comm, **wrong)
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("wrong", [{"recipe": "fp44"}, {"ffn_hidden": 33}])
+def test_arguments_of_one_rank_are_wrong_with_either_communicator(wrong: dict[str, Any], is_shared: bool) -> None:
+    def make(group: Any, rank: int) -> object:
+        return make_layer(make_layer(group).comm if is_shared else group, **({} if rank else wrong))
+
+    (name, value), *_ = wrong.items()
+    refused_everywhere(f"{name} is {value!r}", make)
+
+
 @pytest.mark.parametrize("what", ["tokens", "weights"])
 def test_gradients_that_one_rank_wants_alone(what: str) -> None:
     """Backward is collective: one rank would wait for the other."""

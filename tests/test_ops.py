@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,30 @@ def operators_alone(group: Any) -> None:
     assert not ops._handles, "handles go with their tensors"
 
 
+def abandoned(group: Any) -> None:
+    """A forward without backward leaves nothing behind."""
+    with make(group) as comm:
+        for layout in ("expert", "rank"):
+            _, by_operators = layers(comm, layout)
+            x = torch.randn(20, HIDDEN, requires_grad=True) * 2
+            out = by_operators(x, torch.zeros(20, 1, dtype=torch.int64), torch.ones(20, 1))
+            assert len(ops._handles) == 1
+            alive = weakref.ref(x)
+            del out, x
+            gc.collect()
+            assert not ops._handles
+            assert alive() is None
+
+
+def saved_as_copies(group: Any) -> None:
+    """As offloading does with what is kept for backward."""
+    with make(group) as comm:
+        by_methods, by_operators = layers(comm, "expert")
+        expected = run(by_methods, 40, comm.rank)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+            assert_equal(run(by_operators, 40, comm.rank), expected)
+
+
 def compiled_whole(group: Any) -> None:
     """With `fullgraph`, and once for all numbers of tokens; a rank without tokens takes part."""
     by_inductor = "aot_eager" if group else "inductor"  # compiling takes long
@@ -121,6 +146,23 @@ def checkpointed(group: Any) -> None:
         assert comm.traffic == calls, "nothing is sent again"
 
 
+def mistakes_of_one_rank(group: Any) -> None:
+    """Are raised on both."""
+    if group is None:
+        return
+    with make(group) as comm:
+        idx = torch.zeros(3, 1, dtype=torch.int64)
+        with pytest.raises(InvalidArgument, match="gradient of x is true on rank 0, false on rank 1"):
+            ops.dispatch(comm, torch.ones(3, HIDDEN, requires_grad=comm.rank == 0), idx)
+        weights = torch.ones(3, 1, requires_grad=comm.rank == 0)
+        with pytest.raises(InvalidArgument, match="gradient of topk_weights is true on rank 0, false on rank 1"):
+            ops.dispatch(comm, torch.ones(3, HIDDEN), idx, weights)
+        received, handle = ops.dispatch(comm, torch.ones(3, HIDDEN), idx)
+        wrong = handle._replace(token=handle.token + 0.5e6) if comm.rank else handle
+        with pytest.raises(InvalidArgument, match="rank 1: handle is not of a dispatch"):
+            ops.combine(comm, received.x, received.topk_weights, wrong)
+
+
 def mistakes(group: Any) -> None:
     if group is not None:
         return
@@ -141,7 +183,7 @@ def mistakes(group: Any) -> None:
         torch.ops.fp4comm.dispatch(x, idx, None, name, "expert")
 
 
-CASES = (operators_alone, compiled_whole, checkpointed, mistakes)
+CASES = (operators_alone, abandoned, saved_as_copies, compiled_whole, checkpointed, mistakes_of_one_rank, mistakes)
 
 
 def run_all(group: Any) -> dict[str, str]:

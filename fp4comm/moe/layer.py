@@ -6,20 +6,22 @@ import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ..agreement import agree
 from ..communicator import EPCommunicator
-from ..errors import require
+from ..errors import InvalidArgument, require
+from ..transport import make_transport
 from .experts import GroupedExperts
 from .recipe import Recipe
 from .router import Router, Routes
 from .shared import SharedExperts, can_start
 
 Result = TypeVar("Result")
+_OF_LAST_FORWARD = ("num_tokens_per_expert", "balance")
 
 
 def _outside_graphs(function: Callable[..., Result]) -> Callable[..., Result]:
@@ -98,27 +100,27 @@ class MoELayer(nn.Module):
         **communicator_options: Any,
     ) -> None:
         super().__init__()
-        self.recipe, self.overlap_shared = Recipe.of(recipe), overlap_shared
+        try:
+            self.recipe, self.overlap_shared = Recipe.of(recipe), overlap_shared
+        except InvalidArgument as unknown:
+            _refuse(group, communicator_options, unknown)
         self._owns_comm = not isinstance(group, EPCommunicator)
+        given: dict[str, Any] = {
+            "expert_alignment": expert_alignment,
+            "num_max_tokens_per_rank": num_max_tokens_per_rank,
+        }
         if isinstance(group, EPCommunicator):
             self.comm = group
-            given = {"expert_alignment": expert_alignment, "num_max_tokens_per_rank": num_max_tokens_per_rank}
-            _check_shared(group, self.recipe, hidden, num_experts, given, communicator_options)
         else:
             if expert_alignment is None:
-                expert_alignment = self.recipe.expert_alignment(num_max_tokens_per_rank is not None)
-            self.comm = EPCommunicator(
-                group,
-                num_experts=num_experts,
-                hidden=hidden,
-                precision=self.recipe.precision,
-                expert_alignment=expert_alignment,
-                num_max_tokens_per_rank=num_max_tokens_per_rank,
-                **communicator_options,
-            )
+                given["expert_alignment"] = self.recipe.expert_alignment(num_max_tokens_per_rank is not None)
+            sizes = {"num_experts": num_experts, "hidden": hidden, **given}
+            self.comm = EPCommunicator(group, precision=self.recipe.precision, **sizes, **communicator_options)
         device = self.comm.device if device is None else device
         error = None
         try:
+            if not self._owns_comm:
+                _check_shared(self.comm, self.recipe, hidden, num_experts, given, communicator_options)
             self.router = Router(hidden, num_experts, num_topk, device=device, **(router or {}))
             self.experts = GroupedExperts(self.comm, ffn_hidden, self.recipe, gemms=gemms, dtype=dtype, device=device)
             is_count = isinstance(num_shared_experts, int) and num_shared_experts >= 0
@@ -131,16 +133,17 @@ class MoELayer(nn.Module):
         self._agree(facts | {"num_shared_experts": num_shared_experts}, error)
 
     def _agree(self, facts: dict[str, object], error: Exception | None) -> None:
-        """Closes the communicator and raises, on all ranks, if one has an error or other arguments."""
-        if not self._owns_comm:
-            if error is not None:
-                raise error
-            return
+        """Closes an own communicator and raises, on all ranks, if one has an error or other arguments."""
         try:
             agree(self.comm._transport, "MoELayer", facts, error)
         except BaseException:
-            self.comm.close()
+            self.close()
             raise
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_LAST_FORWARD:
+            raise AttributeError(f"{name} is that of the last forward; call the layer first")
+        return super().__getattr__(name)
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., hidden]` bfloat16 or float32 -> the same shape and dtype. No tokens at all are fine."""
@@ -174,8 +177,7 @@ class MoELayer(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         """A layer with parameters of its own that shares the communicator, which stays with this one to close."""
         memo[id(self.comm)] = self.comm
-        of_last_forward = ("num_tokens_per_expert", "balance")
-        detached = {name: self.__dict__[name].detach().clone() for name in of_last_forward if name in self.__dict__}
+        detached = {name: self.__dict__[name].detach().clone() for name in _OF_LAST_FORWARD if name in self.__dict__}
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         rest = {name: value for name, value in self.__dict__.items() if name not in detached}
@@ -188,12 +190,28 @@ class MoELayer(nn.Module):
             self.comm.close()
 
 
+def _refuse(group: Any, options: dict[str, Any], error: InvalidArgument) -> NoReturn:
+    """Raises an error of this rank on all ranks, which are about to make their communicators."""
+    if isinstance(group, EPCommunicator):
+        agree(group._transport, "MoELayer", {}, error)
+        raise error
+    transport = make_transport(
+        group, **{name: options[name] for name in ("transport", "timeout_secs") if name in options}
+    )
+    try:
+        agree(transport, "EPCommunicator", {}, error)
+    finally:
+        if transport is not group:
+            transport.close()
+    raise error
+
+
 def _check_shared(
     comm: EPCommunicator,
     recipe: Recipe,
     hidden: int,
     num_experts: int,
-    given: dict[str, int | None],
+    given: dict[str, Any],
     options: dict[str, Any],
 ) -> None:
     for name, value in given.items():
