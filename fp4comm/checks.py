@@ -197,7 +197,8 @@ def _check_handle(comm: EPCommunicator, handle: object) -> None:
     require(owner is comm, "handle", "of another communicator", "a handle that this communicator's dispatch returned")
 
 
-def _name_of(handle: Handle) -> str:
+def name_of(handle: Handle) -> str:
+    """What ranks compare to see whether they mean the same dispatch."""
     return f"of dispatch {handle.routing.number}"
 
 
@@ -244,7 +245,7 @@ def dispatch_facts(
     return {
         "dtype of x": "fp8" if isinstance(x, FP8Tensor) else str(x.dtype),
         "num_topk": None if topk_idx is None else topk_idx.shape[1],
-        "a handle": "not given" if handle is None else _name_of(handle),
+        "a handle": "not given" if handle is None else name_of(handle),
         "layout": layout or "expert" if handle is None else handle.routing.layout,
         "out": str(out),
         "gradient of x": with_grad and isinstance(x, Tensor) and x.requires_grad,
@@ -255,7 +256,7 @@ def dispatch_facts(
 def combine_facts(y: Tensor, handle: Handle, apply_weights: bool) -> dict[str, Any]:
     """What all ranks must pass alike to a combine. Backward is collective too, so all ranks need a gradient or none."""
     return {
-        "handle": _name_of(handle),
+        "handle": name_of(handle),
         "dtype of y": str(y.dtype),
         "layout": handle.routing.layout,
         "apply_weights": apply_weights,

@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -37,12 +37,10 @@ class Handle:
     topk_weights: Tensor
     anchor: Tensor
     owner: EPCommunicator
-    weights_version: int
+    weights_version: int = field(init=False)
 
-    @classmethod
-    def of(cls, routing: Routing, topk_weights: Tensor, anchor: Tensor, owner: EPCommunicator) -> Handle:
-        """With the weights as they are now."""
-        return cls(routing, topk_weights, anchor, owner, _version_of(topk_weights))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weights_version", _version_of(self.topk_weights))
 
     @property
     def layout(self) -> str:
@@ -51,7 +49,7 @@ class Handle:
 
     @property
     def has_other_weights(self) -> bool:
-        """Whether `topk_weights` were changed in place."""
+        """Whether `topk_weights` were changed in place, which inference tensors don't tell."""
         return _version_of(self.topk_weights) != self.weights_version
 
 
@@ -253,7 +251,6 @@ class EPCommunicator:
         self._check_open()
         facts: dict[str, object] = {}
         plan = error = None
-        self._num_dispatches += 1
         try:
             raise_deferred()
             checks.check_dispatch(self, x, topk_idx, topk_weights, handle, layout, out)
@@ -294,6 +291,7 @@ class EPCommunicator:
                 raise
         sizes = sizes or know_sizes()
         assert plan is not None, "an error has been raised"
+        self._num_dispatches += 1  # all ranks have agreed to go on, and so count alike
         arrived = self._exchange.to_experts("dispatch", send, sizes)
         return arrived, self._exchange.read_routing(
             arrived, NewRoutes(plan, sizes, layout, zeroes_rest, self._num_dispatches)
@@ -388,7 +386,7 @@ class EPCommunicator:
         recv_x = recv_x if as_fp8 is None else as_fp8
         is_rotated = self.precision.leg("dispatch").hadamard
         arrived = self._exchange.settle(arrived)
-        return Received(recv_x, recv_topk_weights, routing, arrived, is_rotated), Handle.of(
+        return Received(recv_x, recv_topk_weights, routing, arrived, is_rotated), Handle(
             routing, recv_topk_weights, anchor, self
         )
 
@@ -400,7 +398,7 @@ class EPCommunicator:
             handle: of that dispatch.
             apply_weights: whether to multiply by the routing weights here. By default True for layout "expert". False
                 if the experts have applied `Received.topk_weights` themselves; always False for layout "rank", whose
-                rows are already sums over local experts.
+                rows are already sums over local experts. Those multiplied by here must not have been changed in place.
 
         Returns:
             `[num_tokens, hidden]`, dtype of y; zeros for a token without experts. Differentiable in y and the weights.
@@ -434,7 +432,7 @@ class EPCommunicator:
         combined_x: Tensor = Combine.apply(y, weights, anchor, self._exchange, handle.routing)
         return combined_x
 
-    def _agree(self, operation: str, facts: dict[str, object], error: Exception | None, flag: bool = False) -> bool:
+    def _agree(self, operation: str, facts: Mapping[str, object], error: Exception | None, flag: bool = False) -> bool:
         """Compares the arguments of a call whose row counts are known already, if that is wanted.
 
         Returns whether `flag` is set on any rank.

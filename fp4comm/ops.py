@@ -119,7 +119,7 @@ def _dispatch(
         offsets = torch.empty(0, dtype=torch.int32, device=x.device)
     # an operator's results must not be parts of each other, nor of what the handle keeps: they become parts of a graph,
     # which would then keep the token alive, and that the handle
-    token = _token_of(replace(handle, topk_weights=received.topk_weights.detach()))
+    token = _token_of(replace(handle, topk_weights=handle.routing.recv_topk_weights))
     return received.x, received.topk_weights, received.topk_idx.clone(), offsets.clone(), token
 
 
@@ -198,13 +198,13 @@ def _combine(y: Tensor, recv_topk_weights: Tensor, token: Tensor, comm: str, num
         handle = _handle_of(token, comm)
         if handle.layout == "expert":
             _check_weights(recv_topk_weights, handle.routing.num_rows)
-    except InvalidArgument as error:
-        _communicator(comm)._agree("combine", {}, error)  # raises it on all ranks
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        _communicator(comm)._agree("combine", {}, error)
         raise
     if handle.layout == "expert":  # the weights that are given, which need not be those that arrived
         given = handle.routing.slot_values(recv_topk_weights)
         routing = replace(handle.routing, recv_topk_weights=given)
-        handle = Handle.of(routing, recv_topk_weights, handle.anchor, handle.owner)
+        handle = replace(handle, routing=routing, topk_weights=recv_topk_weights)
     with torch.no_grad():
         return handle.owner.combine(y, handle)
 

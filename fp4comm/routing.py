@@ -191,8 +191,8 @@ class Routing:
     num_recv_tokens_per_expert: Tensor
     experts: ExpertLayout | None
     used_rows: Tensor | None
-    end: Tensor | None = None
-    number: int = 0
+    end: Tensor | None
+    number: int
 
     @property
     def layout(self) -> str:
@@ -250,8 +250,8 @@ class NewRoutes:
     plan: SendPlan
     sizes: Sizes
     layout: str
-    zeroes_rest: bool = True
-    number: int = 0
+    zeroes_rest: bool
+    number: int
 
 
 def worst_case_expert_rows(num_recv_tokens: int, num_topk: int, num_local_experts: int, alignment: int) -> int:

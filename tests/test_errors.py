@@ -199,6 +199,8 @@ def test_ranks_that_disagree_in_a_call() -> None:
             comm.combine(recv.x, handle)
         with pytest.raises(InvalidArgument, match='operation is "combine" on rank 0, "dispatch" on rank 1'):
             comm.combine(recv.x, handle) if comm.rank == 0 else comm.dispatch(**arguments)
+        recv, handle = comm.dispatch(**arguments)  # and go on
+        comm.combine(recv.x, handle)
 
     run_thread_ranks(run, 2)
 

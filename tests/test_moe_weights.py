@@ -267,7 +267,17 @@ def refused_everywhere(message: str, use: Callable[[Any, int], object]) -> None:
 )
 def test_tokens_of_one_rank_are_wrong(wrong: Callable[[Tensor], Any], message: str, checks: bool) -> None:
     x = torch.randn(9, SIZES["hidden"])
-    refused_everywhere(message, lambda group, rank: make_layer(group, check_inputs=checks)(x if rank else wrong(x)))
+
+    def run(group: Any, rank: int) -> None:
+        layer = make_layer(group, check_inputs=checks)
+        try:
+            layer(x if rank else wrong(x))
+        finally:
+            for _ in range(2):  # nothing stays behind
+                received, handle = layer.comm.dispatch(x, torch.zeros(9, 1, dtype=torch.int64))
+                layer.comm.combine(received.x, handle)
+
+    refused_everywhere(message, run)
 
 
 def test_arguments_of_one_rank_are_wrong() -> None:

@@ -44,7 +44,7 @@ class MoELayer(nn.Module):
 
     Experts' parameters differ between ranks: their gradients are sums over all ranks' tokens already and must not be
     summed again. Those of the router and of the shared experts are replicated, and it is up to the training loop to add
-    them up over the ranks. Forward and backward are collective.
+    them up over the ranks. The constructor, forward and backward are collective.
 
     Args:
         group: what `EPCommunicator` takes; or the communicator of another layer of equal sizes and recipe
@@ -74,7 +74,7 @@ class MoELayer(nn.Module):
         balance: of the last forward, see `Routes`.
 
     Raises:
-        InvalidArgument: arguments that are wrong or don't go together.
+        InvalidArgument: on all ranks: arguments that are wrong, don't go together or differ between them.
     """
 
     num_tokens_per_expert: Tensor

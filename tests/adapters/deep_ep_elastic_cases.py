@@ -86,6 +86,9 @@ def elastic_rows_per_expert(world: World) -> None:
         padded = torch.tensor([-(-count // alignment) * alignment for count in world.counts])
         counts = torch.tensor(world.counts)
         assert handle.psum_num_recv_tokens_per_expert.tolist() == (padded.cumsum(0) - padded + counts).tolist()
+        kept = weights.clone()
+        weights.mul_(0.5)  # is the caller's business: combine sends what it is given
+        weights.copy_(kept)
         combined, home, _ = buffer.combine(recv_x, handle, weights, bias=x)
         num_picks = (topk_idx >= 0).sum(1, keepdim=True)
         assert torch.allclose(combined.float(), x.float() * (num_picks + 1), rtol=2**-7, atol=1e-6)

@@ -355,11 +355,12 @@ class Wires:
         require(isinstance(y, Tensor), "x", what(y), "a tensor")
         leg_name = "grad_combine" if routes.is_backward else "combine"
         comm, handle = self._along(routes, y.shape[-1], False)
-        error, facts = None, {"weights": slot_weights is not None, "leg": leg_name, "dtype": str(y.dtype)}
+        error, name = None, checks.name_of(handle)
+        facts = {"handle": name, "weights": slot_weights is not None, "leg": leg_name, "dtype": str(y.dtype)}
         try:
             _check_combine(y, routes, slot_weights, bias)
             y = routes.from_caller(y)
-            checks.check_combine(comm, y, handle, None)
+            checks.check_combine(comm, y, handle, False)
         except InvalidArgument as raised:
             error = raised
         comm._agree("combine", facts, error)
@@ -398,7 +399,8 @@ def _dispatch_gradients(comm: EPCommunicator, handle: Handle, parcel: Parcel) ->
         checks.check_dispatch(comm, rows, None, None, handle, None, None)
     except InvalidArgument as raised:
         error = raised
-    comm._agree("dispatch", {"leg": "grad_dispatch", "out": str(parcel.out)}, error)
+    facts = {"leg": "grad_dispatch", "out": str(parcel.out), "handle": checks.name_of(handle)}
+    comm._agree("dispatch", facts, error)
     if parcel.out == "fp8":
         as_fp8 = FP8Tensor.empty(routing.num_rows, comm.hidden, routing.recv_topk_idx.device)
         _send_again(comm._exchange, "grad_dispatch", parcel, routing, as_fp8._rows)
