@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from .backends import backend_for
 from .codec import FLOAT_DTYPES, FP8Tensor
-from .errors import require
+from .errors import is_count, require
 from .formats import BLOCK_SIZE
 
 if TYPE_CHECKING:
@@ -19,20 +18,12 @@ if TYPE_CHECKING:
 _MAX_LOCAL_EXPERTS = 2**15 - 1  # local expert indices travel as int16
 
 
-def _is_count(value: Any, least: int) -> bool:
-    """Whether it is an integer, of NumPy too, and at least that."""
-    try:
-        return not isinstance(value, bool) and operator.index(value) >= least
-    except TypeError:
-        return False
-
-
 def check_sizes(
     num_experts: int, hidden: int, expert_alignment: int, num_max_tokens_per_rank: int | None, seed: int, num_ranks: int
 ) -> None:
     """Checks the sizes that a communicator is made for."""
     require(
-        _is_count(num_experts, 1) and num_experts % num_ranks == 0,
+        is_count(num_experts, 1) and num_experts % num_ranks == 0,
         "num_experts",
         repr(num_experts),
         f"a positive multiple of the number of ranks, {num_ranks}",
@@ -44,25 +35,25 @@ def check_sizes(
         f"at most {_MAX_LOCAL_EXPERTS} for each of the {num_ranks} ranks",
     )
     require(
-        _is_count(hidden, 1) and hidden % BLOCK_SIZE == 0,
+        is_count(hidden, 1) and hidden % BLOCK_SIZE == 0,
         "hidden",
         repr(hidden),
         f"a positive multiple of {BLOCK_SIZE}",
     )
-    require(_is_count(expert_alignment, 1), "expert_alignment", repr(expert_alignment), "a positive integer")
+    require(is_count(expert_alignment, 1), "expert_alignment", repr(expert_alignment), "a positive integer")
     require(
-        num_max_tokens_per_rank is None or _is_count(num_max_tokens_per_rank, 1),
+        num_max_tokens_per_rank is None or is_count(num_max_tokens_per_rank, 1),
         "num_max_tokens_per_rank",
         repr(num_max_tokens_per_rank),
         "a positive integer or None",
     )
-    require(_is_count(seed, 0) and seed < 2**64, "seed", repr(seed), "an integer from 0 to 2**64 - 1")
+    require(is_count(seed, 0) and seed < 2**64, "seed", repr(seed), "an integer from 0 to 2**64 - 1")
 
 
 def check_resources(num_sms: int | None, max_buffer_bytes: int) -> None:
     """Checks what a communicator may take of a device."""
-    require(num_sms is None or _is_count(num_sms, 1), "num_sms", repr(num_sms), "a positive integer or None")
-    require(_is_count(max_buffer_bytes, 1), "max_buffer_bytes", repr(max_buffer_bytes), "a positive integer")
+    require(num_sms is None or is_count(num_sms, 1), "num_sms", repr(num_sms), "a positive integer or None")
+    require(is_count(max_buffer_bytes, 1), "max_buffer_bytes", repr(max_buffer_bytes), "a positive integer")
 
 
 def check_dispatch(
