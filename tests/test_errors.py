@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -231,8 +232,9 @@ def test_wrong_groups_and_transports() -> None:
         make(None, transport="smoke-signals")
     with pytest.raises(InvalidArgument, match="type NoneType goes with 'loopback'; accepted: 'auto'; a group"):
         make(None, transport="mpi")
-    with pytest.raises(InvalidArgument, match="timeout_secs is 0"):
-        make(None, timeout_secs=0)
+    for wrong in (0, -1.0, float("nan"), "5", [1]):
+        with pytest.raises(InvalidArgument, match=re.escape(f"timeout_secs is {wrong!r}; accepted: a number of sec")):
+            make(None, timeout_secs=wrong)
 
 
 def test_precision_is_checked() -> None:
