@@ -66,8 +66,10 @@ def check_dispatch(
     out: torch.dtype | str | None,
 ) -> None:
     """Checks the arguments of `EPCommunicator.dispatch`."""
-    if not isinstance(x, FP8Tensor):
-        _check_rows("x", x, comm.hidden)
+    if isinstance(x, FP8Tensor):
+        _check_transforms("x")
+    else:
+        _check_rows("x", x, comm.hidden, "a tensor or an FP8Tensor")
     data = x.data if isinstance(x, FP8Tensor) else x
     _check_device("x", data, comm)
     num_tokens, hidden = data.shape
@@ -110,8 +112,9 @@ def check_dispatch(
         require(num_tokens == sent, "x", f"{num_tokens} rows", f"{sent} rows, as in the dispatch that made the handle")
 
 
-def _check_rows(argument: str, rows: Any, hidden: int) -> None:
-    require(isinstance(rows, Tensor), argument, f"a {type(rows).__name__}", "a tensor")
+def _check_rows(argument: str, rows: Any, hidden: int, accepted: str = "a tensor") -> None:
+    require(isinstance(rows, Tensor), argument, f"a {type(rows).__name__}", accepted)
+    _check_transforms(argument)
     require(rows.dtype in FLOAT_DTYPES, argument, f"of dtype {rows.dtype}", f"one of {FLOAT_DTYPES}")
     require(
         rows.ndim == 2 and rows.shape[1] == hidden,
@@ -119,6 +122,13 @@ def _check_rows(argument: str, rows: Any, hidden: int) -> None:
         f"of shape {list(rows.shape)}",
         f"shape [num_rows, {hidden}]",
     )
+
+
+def _check_transforms(argument: str) -> None:
+    """In a transform of a function tensors only stand for others: kernels and messages can't read them."""
+    is_inside = torch._C._functorch.peek_interpreter_stack() is not None
+    accepted = "a tensor outside of these, with gradients by backward()"
+    require(not is_inside, argument, "in a transform of torch.func (grad, vmap, ...)", accepted)
 
 
 def _check_device(argument: str, tensor: Tensor, comm: EPCommunicator) -> None:
@@ -129,7 +139,8 @@ def _check_device(argument: str, tensor: Tensor, comm: EPCommunicator) -> None:
 
 
 def _check_routing(topk_idx: Any, topk_weights: Any, num_tokens: int, num_experts: int, device: torch.device) -> None:
-    require(isinstance(topk_idx, Tensor), "topk_idx", f"a {type(topk_idx).__name__}", "a tensor, or a handle instead")
+    accepted = "a tensor, or None with handle= of an earlier dispatch"
+    require(isinstance(topk_idx, Tensor), "topk_idx", f"a {type(topk_idx).__name__}", accepted)
     require(topk_idx.device == device, "topk_idx", f"on {topk_idx.device}", f"{device}, where x is")
     require(
         topk_idx.dtype in (torch.int64, torch.int32),
@@ -141,7 +152,7 @@ def _check_routing(topk_idx: Any, topk_weights: Any, num_tokens: int, num_expert
         topk_idx.ndim == 2 and topk_idx.shape[0] == num_tokens and topk_idx.shape[1] > 0,
         "topk_idx",
         f"of shape {list(topk_idx.shape)}",
-        f"shape [{num_tokens}, num_topk], as x has {num_tokens} rows",
+        f"shape [{num_tokens}, num_topk] with num_topk at least 1, as x has {num_tokens} rows",
     )
     if device.type == "cpu":  # a GPU looks at them on the way, without the host having to wait
         check_experts(topk_idx, num_experts)
