@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .backends import backend_for
 from .codec import FLOAT_DTYPES, FP8Tensor
-from .errors import is_count, require
+from .errors import counted, is_count, require
 from .formats import BLOCK_SIZE
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def check_sizes(
         num_experts // num_ranks <= _MAX_LOCAL_EXPERTS,
         "num_experts",
         num_experts,
-        f"at most {_MAX_LOCAL_EXPERTS} for each of the {num_ranks} ranks",
+        f"at most {_MAX_LOCAL_EXPERTS} a rank, on {counted(num_ranks, 'rank')}",
     )
     require(
         is_count(hidden, 1) and hidden % BLOCK_SIZE == 0,

@@ -42,6 +42,11 @@ def is_count(value: Any, least: int) -> bool:
         return False
 
 
+def counted(number: int, noun: str) -> str:
+    """For texts: "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def require(condition: bool, argument: str, received: object, accepted: str) -> None:
     """Raises `InvalidArgument` in the form that all checks share, unless `condition` holds."""
     if not condition:

@@ -194,7 +194,7 @@ def test_handles_are_checked() -> None:
         ({"hidden": 48}, "hidden is 48; accepted: a positive multiple of 32"),
         ({"hidden": 64.0}, "hidden is 64.0"),
         ({"num_experts": 7}, "num_experts is 7; accepted: a positive multiple of the number of ranks, 2"),
-        ({"num_experts": 2**17}, "num_experts is 131072; accepted: at most 32767 for each of the 2 ranks"),
+        ({"num_experts": 2**17}, "num_experts is 131072; accepted: at most 32767 a rank, on 2 ranks"),
         ({"precision": "fp5"}, "precision is 'fp5'"),
         ({"expert_alignment": 0}, "expert_alignment is 0"),
         ({"num_max_tokens_per_rank": -1}, "num_max_tokens_per_rank is -1"),
@@ -273,6 +273,8 @@ def test_another_error_on_one_rank_reaches_all(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_wrong_groups_and_transports() -> None:
+    with pytest.raises(InvalidArgument, match=r"accepted: at most 32767 a rank, on 1 rank$"):
+        make(None, num_experts=2**17)
     with pytest.raises(InvalidArgument, match="group is a str; accepted: None, an mpi4py"):
         make("world")
     with pytest.raises(InvalidArgument, match="transport is 'smoke-signals'; accepted: 'auto'"):
