@@ -100,12 +100,13 @@ def _differences(statements: list[dict[str, object]]) -> str:
         for rank, statement in enumerate(statements):
             holders[json.dumps(statement.get(key), sort_keys=True)].append(rank)
         if len(holders) > 1:
-            values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items())
+            values = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items())
             texts.append(f"{key} is {values}")
             if key == "operation":
                 break
     return "the ranks disagree: " + "; ".join(texts)
 
 
-def _ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """For texts: "rank 0", "ranks 1, 3"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
