@@ -3,7 +3,8 @@
     mpirun -n 4 python -m benchmarks.bandwidth --tokens 1024 --wires bf16,fp8,mxfp4
     torchrun --nproc-per-node 4 -m benchmarks.bandwidth
     python -m benchmarks.bandwidth                                # one rank, no communication
-    mpirun -n 2 python -m benchmarks.bandwidth --standard --latency --sms 8,16,32    # one case after the other
+    mpirun -n 2 python -m benchmarks.bandwidth --standard --latency                  # one case after the other
+    mpirun -n 2 python -m benchmarks.bandwidth --standard --sms 8,16,32              # on GPUs: few multiprocessors
 
 Every format over every transport first passes a correctness gate. Then all that do, the plain dispatcher, the raw
 transport and a memory copy are timed in turn in the same rounds, each round with new routes. A time is the maximum
@@ -23,11 +24,12 @@ from typing import Any, NoReturn
 import torch
 
 from fp4comm import InvalidArgument
+from fp4comm.errors import counted
 from fp4comm.transport.mpi import load_mpi
 
 from . import report
 from .common import Budget, environment, list_of, non_negative, positive, write_json_lines
-from .device import add_device_option, gpu_facts
+from .device import add_device_option, gpu_facts, require_gpus
 from .gate import Gate
 from .ranks import EXIT_USAGE, TRANSPORTS, Ranks, abort
 from .timing import measure_case, measure_checks
@@ -124,7 +126,7 @@ def make_workload(options: argparse.Namespace, num_ranks: int, num_tokens: int) 
     sizes = {name: getattr(options, name) or size for name, size in sizes.items()}
     if sizes["experts"] % num_ranks or sizes["topk"] > sizes["experts"]:
         raise ValueError(
-            f"{sizes['experts']} experts, --topk {sizes['topk']} on {num_ranks} ranks; "
+            f"{sizes['experts']} experts, --topk {sizes['topk']} on {counted(num_ranks, 'rank')}; "
             "accepted: experts a multiple of the number of ranks, and at least as many as --topk"
         )
     config = Config(
@@ -184,6 +186,7 @@ def run(ranks: Ranks, options: argparse.Namespace) -> list[dict[str, Any]]:
     cases, problem = [], None
     try:
         cases = make_cases(ranks, options)
+        require_gpus("--sms", options.sms, ranks.device)
     except ValueError as error:
         problem = str(error)
     ranks.require_none(problem, EXIT_USAGE)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from fp4comm import FP8Tensor
+from fp4comm.errors import require
 
 CPU = torch.device("cpu")
 NOMINAL_CYCLES_PER_US = 2000  # of a GPU, for pauses whose exact length does not matter
@@ -31,6 +32,15 @@ def choose_device(wanted: str) -> torch.device:
     if not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device; accepted: auto, cpu")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def require_gpus(option: str, value: object, device: torch.device) -> None:
+    """Checks that an option without a meaning on a CPU is not given there, as on all ranks alike.
+
+    Raises:
+        InvalidArgument: it is given.
+    """
+    require(value is None or device.type != "cpu", option, "given, but rows lie on the CPU", "with rows on GPUs only")
 
 
 def gpu_facts(device: torch.device) -> dict[str, object]:

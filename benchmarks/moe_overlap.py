@@ -36,7 +36,7 @@ from .common import (
     summary_record,
     write_json_lines,
 )
-from .device import add_device_option, gpu_facts
+from .device import add_device_option, gpu_facts, require_gpus
 from .host_layers import Sizes
 from .hosts import slowest
 from .moe_shapes import DTYPE, add_shape_options, parse_shapes
@@ -92,6 +92,7 @@ class Variant:
 
 def run(ranks: Ranks, options: argparse.Namespace) -> list[Record]:
     """Measures and prints; returns the records."""
+    require_gpus("--sms", options.sms, ranks.device)
     about = {"ranks": ranks.num_ranks, "shapes": list(options.shapes), "calls": options.calls}
     records: list[Record] = [environment("moe_overlap", ranks.launcher, **about, **gpu_facts(ranks.device))]
     for name, sizes in options.shapes.items():

@@ -14,6 +14,8 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 
+from fp4comm.errors import counted
+
 from .common import read_json_lines
 from .moe_report import by_shape
 
@@ -37,7 +39,7 @@ def plot(records: Sequence[Record], target: Path) -> None:
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=9, fontsize="small")
     machine = f"{run['gpu']} each" if run["device"] == "cuda" else f"{run['cores']} cores of {run['cpu']}"
-    figure.suptitle(f"{run['ranks']} ranks, {machine}, {run['date']}", fontsize="small")
+    figure.suptitle(f"{counted(run['ranks'], 'rank')}, {machine}, {run['date']}", fontsize="small")
     metadata = {"Date": None} if target.suffix == ".svg" else {}
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, metadata=metadata)

@@ -16,6 +16,8 @@ try:
 except ImportError as error:
     raise SystemExit(f"error: no plot ({error}); install it with: pip install matplotlib") from None
 
+from fp4comm.errors import counted
+
 from .common import read_json_lines
 from .tables import LEGS, unique
 from .workload import Config
@@ -44,7 +46,7 @@ def plot(source: Path, target: Path) -> None:
     axes[0, 0].legend()
     machine = f"{run['gpu']} each" if run.get("device") == "cuda" else f"{run['cores']} cores of {run['cpu']}"
     case = "hidden " + str(Config(**legs[0]["config"])).partition(" x ")[2]
-    figure.suptitle(f"{case}\n{run['ranks']} ranks, {machine}, {run['date']}", fontsize="small")
+    figure.suptitle(f"{case}\n{counted(run['ranks'], 'rank')}, {machine}, {run['date']}", fontsize="small")
     metadata = {"Date": None} if target.suffix == ".svg" else {}
     figure.savefig(target, metadata=metadata)
     plt.close(figure)

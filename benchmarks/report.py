@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from fp4comm.errors import counted
+
 from .common import format_table, number, summary_record
 from .timing import KNOWN, NUM_CHECK_TOKENS, PER_CHOICE, STAGES, CaseTimes
 from .workload import Config, Variant
@@ -216,7 +218,8 @@ def environment_text(run: Record) -> str:
     return "\n".join(
         [
             f"fp4comm {run['fp4comm']} ({run['commit'] or 'no commit'}), {run['date']}: {run['command']}",
-            f"{run['ranks']} ranks on {run['cores']} cores of {run['cpu']}, kernels {run['isa']}, {run['system']}",
+            f"{counted(run['ranks'], 'rank')} on {run['cores']} cores of {run['cpu']}, "
+            f"kernels {run['isa']}, {run['system']}",
             *([gpu_text(run)] if run["device"] == "cuda" else []),
             f"transport {run['transport']}{', ' + run['mpi'] if run['mpi'] else ''}; "
             f"Python {run['python']}, torch {run['torch']}, NumPy {run['numpy']}",

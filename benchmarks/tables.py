@@ -18,6 +18,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from fp4comm.errors import counted
+
 from . import legs, moe_overlap, moe_report
 from .common import ROOT, number, read_json_lines
 from .hosts import dispatcher_row
@@ -63,8 +65,9 @@ def bandwidth_table(run: Record, records: Sequence[Record]) -> str:
     for config in unique(record["config"] for record in legs):
         pairs = pairs_of([record for record in legs if record["config"] == config])
         tables.append(f"{Config(**config)}:\n\n{variant_table(header, pairs, bandwidth_row)}")
-    where = f"{run['ranks']} ranks on {run['cores']} cores of {run['cpu']}, transport {run['transport']}, {run['isa']}"
-    return "\n".join(tables) + f"\n{provenance(run, where)}\n"
+    where = f"{counted(run['ranks'], 'rank')} on {run['cores']} cores of {run['cpu']}"
+    end = provenance(run, f"{where}, transport {run['transport']}, {run['isa']}")
+    return "\n".join(tables) + f"\n{end}\n"
 
 
 def bandwidth_row(dispatch: Record, combine: Record) -> list[str]:
@@ -95,7 +98,7 @@ def gpu_bandwidth_table(run: Record, records: Sequence[Record]) -> str:
             parts += [case_table(configs[0], full, records)] if wires else []
         limited = pairs_of([record for record in mine if record.get("num_sms") is not None])
         parts += [sms_table(configs[0], limited)] if limited else []
-    where = f"{run['ranks']} ranks, {run['gpu']} each, transport {run['transport']}"
+    where = f"{counted(run['ranks'], 'rank')}, {run['gpu']} each, transport {run['transport']}"
     others = "; x nccl: as the same wire over NCCL" if len({record["transport"] for record in legs}) > 1 else ""
     bf16 = "BF16 rows over the same transport" if others else "BF16 rows"
     legend = (
@@ -213,7 +216,7 @@ def hosts_table(run: Record, records: Sequence[Record]) -> str:
     header = ["dispatcher", "MB sent", "of stock", "dB", "forward ms", "x stock", "with backward ms", "x stock"]
     experts = f"experts of width {run['width']}" if run["width"] else "experts that return their rows"
     table = markdown(header, [dispatcher_row(record) for record in records])
-    where = f"{run['host']} {run['version']}, {run['ranks']} ranks"
+    where = f"{run['host']} {run['version']}, {counted(run['ranks'], 'rank')}"
     end = gpu_provenance(run, f"{where}, {run['gpu']} each") if run["device"] == "cuda" else provenance(run, where)
     return f"{run['config']}, {experts}, {run['dtype']}:\n\n{table}\n{end}\n"
 
@@ -224,7 +227,7 @@ def moe_table(run: Record, records: Sequence[Record]) -> str:
     for title, experts in moe_report.by_shape(records):
         parts.append(f"{title}:\n\n{markdown(*moe_report.times_table(experts))}")
         parts.append(f"{moe_report.KERNELS}:\n\n{markdown(*moe_report.parts_table(experts))}")
-    where = f"{run['ranks']} ranks, {run['gpu']} each"
+    where = f"{counted(run['ranks'], 'rank')}, {run['gpu']} each"
     return "\n".join(parts) + f"\n{gpu_provenance(run, where)}\n"
 
 
@@ -232,7 +235,7 @@ def overlap_table(run: Record, records: Sequence[Record]) -> str:
     """Layers with shared experts, for each shape."""
     layers = [list(group) for _, group in groupby(records, lambda record: str(record["shape"]))]
     parts = [f"{moe_overlap.title(each[0])}; ms:\n\n{markdown(*moe_overlap.table(each), 2)}" for each in layers]
-    where = f"{run['ranks']} ranks, {run['gpu']} each"
+    where = f"{counted(run['ranks'], 'rank')}, {run['gpu']} each"
     return "\n".join(parts) + f"\n{gpu_provenance(run, where)}\n"
 
 
@@ -240,7 +243,7 @@ def legs_table(run: Record, records: Sequence[Record]) -> str:
     """All four legs, for each configuration."""
     configs = [(Config(**config), list(group)) for config, group in groupby(records, lambda record: record["config"])]
     parts = [f"{config}; us:\n\n{markdown(*legs.table(group), 2)}" for config, group in configs]
-    where = f"{run['ranks']} ranks, {run['gpu']} each"
+    where = f"{counted(run['ranks'], 'rank')}, {run['gpu']} each"
     return "\n".join(parts) + f"\n{gpu_provenance(run, where)}\n"
 
 

@@ -60,15 +60,19 @@ def begin_agreement(
         return lambda: torch.cat([part.cpu() for part in values], dim=1)
     statement = json.dumps({"operation": operation, **facts}, sort_keys=True, default=str)
     checksum = zlib.crc32(statement.encode())
-    header = torch.tensor([[error is not None, checksum]] * num_ranks, device="cpu", dtype=torch.int64)
-    wait = transport.begin_all_to_all([header, *values])
+    with torch._C._DisableFuncTorch():  # in a transform of torch.func, which is an error, new tensors have no memory
+        header = torch.tensor([[error is not None, checksum]] * num_ranks, device="cpu", dtype=torch.int64)
+        if error is not None:  # nobody will read the values
+            values = [torch.zeros(part.shape, device="cpu", dtype=torch.int64) for part in values]
+        wait = transport.begin_all_to_all([header, *values])
 
     def finish() -> Tensor:
-        theirs = wait()
-        table = theirs.numpy()  # NumPy is quicker with a few numbers
-        if table[:, 0].any() or (table[:, 1] != checksum).any():
-            _raise_together(transport, statement, error)
-        return theirs[:, 2:]
+        with torch._C._DisableFuncTorch():
+            theirs = wait()
+            table = theirs.numpy()  # NumPy is quicker with a few numbers
+            if table[:, 0].any() or (table[:, 1] != checksum).any():
+                _raise_together(transport, statement, error)
+            return theirs[:, 2:]
 
     return finish
 
@@ -96,12 +100,13 @@ def _differences(statements: list[dict[str, object]]) -> str:
         for rank, statement in enumerate(statements):
             holders[json.dumps(statement.get(key), sort_keys=True)].append(rank)
         if len(holders) > 1:
-            values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in holders.items())
+            values = ", ".join(f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items())
             texts.append(f"{key} is {values}")
             if key == "operation":
                 break
     return "the ranks disagree: " + "; ".join(texts)
 
 
-def _ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
+    """For texts: "rank 0", "ranks 1, 3"."""
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from .backends import backend_for
 from .codec import FLOAT_DTYPES, FP8Tensor
-from .errors import require
+from .errors import counted, is_count, require
 from .formats import BLOCK_SIZE
 
 if TYPE_CHECKING:
@@ -19,20 +18,12 @@ if TYPE_CHECKING:
 _MAX_LOCAL_EXPERTS = 2**15 - 1  # local expert indices travel as int16
 
 
-def _is_count(value: Any, least: int) -> bool:
-    """Whether it is an integer, of NumPy too, and at least that."""
-    try:
-        return not isinstance(value, bool) and operator.index(value) >= least
-    except TypeError:
-        return False
-
-
 def check_sizes(
     num_experts: int, hidden: int, expert_alignment: int, num_max_tokens_per_rank: int | None, seed: int, num_ranks: int
 ) -> None:
     """Checks the sizes that a communicator is made for."""
     require(
-        _is_count(num_experts, 1) and num_experts % num_ranks == 0,
+        is_count(num_experts, 1) and num_experts % num_ranks == 0,
         "num_experts",
         repr(num_experts),
         f"a positive multiple of the number of ranks, {num_ranks}",
@@ -41,28 +32,28 @@ def check_sizes(
         num_experts // num_ranks <= _MAX_LOCAL_EXPERTS,
         "num_experts",
         num_experts,
-        f"at most {_MAX_LOCAL_EXPERTS} for each of the {num_ranks} ranks",
+        f"at most {_MAX_LOCAL_EXPERTS} a rank, on {counted(num_ranks, 'rank')}",
     )
     require(
-        _is_count(hidden, 1) and hidden % BLOCK_SIZE == 0,
+        is_count(hidden, 1) and hidden % BLOCK_SIZE == 0,
         "hidden",
         repr(hidden),
         f"a positive multiple of {BLOCK_SIZE}",
     )
-    require(_is_count(expert_alignment, 1), "expert_alignment", repr(expert_alignment), "a positive integer")
+    require(is_count(expert_alignment, 1), "expert_alignment", repr(expert_alignment), "a positive integer")
     require(
-        num_max_tokens_per_rank is None or _is_count(num_max_tokens_per_rank, 1),
+        num_max_tokens_per_rank is None or is_count(num_max_tokens_per_rank, 1),
         "num_max_tokens_per_rank",
         repr(num_max_tokens_per_rank),
         "a positive integer or None",
     )
-    require(_is_count(seed, 0) and seed < 2**64, "seed", repr(seed), "an integer from 0 to 2**64 - 1")
+    require(is_count(seed, 0) and seed < 2**64, "seed", repr(seed), "an integer from 0 to 2**64 - 1")
 
 
 def check_resources(num_sms: int | None, max_buffer_bytes: int) -> None:
     """Checks what a communicator may take of a device."""
-    require(num_sms is None or _is_count(num_sms, 1), "num_sms", repr(num_sms), "a positive integer or None")
-    require(_is_count(max_buffer_bytes, 1), "max_buffer_bytes", repr(max_buffer_bytes), "a positive integer")
+    require(num_sms is None or is_count(num_sms, 1), "num_sms", repr(num_sms), "a positive integer or None")
+    require(is_count(max_buffer_bytes, 1), "max_buffer_bytes", repr(max_buffer_bytes), "a positive integer")
 
 
 def check_dispatch(
@@ -75,8 +66,10 @@ def check_dispatch(
     out: torch.dtype | str | None,
 ) -> None:
     """Checks the arguments of `EPCommunicator.dispatch`."""
-    if not isinstance(x, FP8Tensor):
-        _check_rows("x", x, comm.hidden)
+    if isinstance(x, FP8Tensor):
+        _check_transforms("x")
+    else:
+        _check_rows("x", x, comm.hidden, "a tensor or an FP8Tensor")
     data = x.data if isinstance(x, FP8Tensor) else x
     _check_device("x", data, comm)
     num_tokens, hidden = data.shape
@@ -120,8 +113,9 @@ def check_dispatch(
         require(num_tokens == sent, "x", f"{num_tokens} rows", f"{sent} rows, as in the dispatch that made the handle")
 
 
-def _check_rows(argument: str, rows: Any, hidden: int) -> None:
-    require(isinstance(rows, Tensor), argument, f"a {type(rows).__name__}", "a tensor")
+def _check_rows(argument: str, rows: Any, hidden: int, accepted: str = "a tensor") -> None:
+    require(isinstance(rows, Tensor), argument, f"a {type(rows).__name__}", accepted)
+    _check_transforms(argument)
     require(rows.dtype in FLOAT_DTYPES, argument, f"of dtype {rows.dtype}", f"one of {FLOAT_DTYPES}")
     require(
         rows.ndim == 2 and rows.shape[1] == hidden,
@@ -129,6 +123,13 @@ def _check_rows(argument: str, rows: Any, hidden: int) -> None:
         f"of shape {list(rows.shape)}",
         f"shape [num_rows, {hidden}]",
     )
+
+
+def _check_transforms(argument: str) -> None:
+    """In a transform of a function tensors only stand for others: kernels and messages can't read them."""
+    is_inside = torch._C._functorch.peek_interpreter_stack() is not None
+    accepted = "a tensor outside of these, with gradients by backward()"
+    require(not is_inside, argument, "in a transform of torch.func (grad, vmap, ...)", accepted)
 
 
 def _check_device(argument: str, tensor: Tensor, comm: EPCommunicator) -> None:
@@ -139,7 +140,8 @@ def _check_device(argument: str, tensor: Tensor, comm: EPCommunicator) -> None:
 
 
 def _check_routing(topk_idx: Any, topk_weights: Any, num_tokens: int, num_experts: int, device: torch.device) -> None:
-    require(isinstance(topk_idx, Tensor), "topk_idx", f"a {type(topk_idx).__name__}", "a tensor, or a handle instead")
+    accepted = "a tensor, or None with handle= of an earlier dispatch"
+    require(isinstance(topk_idx, Tensor), "topk_idx", f"a {type(topk_idx).__name__}", accepted)
     require(topk_idx.device == device, "topk_idx", f"on {topk_idx.device}", f"{device}, where x is")
     require(
         topk_idx.dtype in (torch.int64, torch.int32),
@@ -151,7 +153,7 @@ def _check_routing(topk_idx: Any, topk_weights: Any, num_tokens: int, num_expert
         topk_idx.ndim == 2 and topk_idx.shape[0] == num_tokens and topk_idx.shape[1] > 0,
         "topk_idx",
         f"of shape {list(topk_idx.shape)}",
-        f"shape [{num_tokens}, num_topk], as x has {num_tokens} rows",
+        f"shape [{num_tokens}, num_topk] with num_topk at least 1, as x has {num_tokens} rows",
     )
     if device.type == "cpu":  # a GPU looks at them on the way, without the host having to wait
         check_experts(topk_idx, num_experts)

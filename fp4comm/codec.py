@@ -12,7 +12,8 @@ elements of a row, or 128 rows of a column) are within a factor of 2**14.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor
 
 from .backends import Rows, backend_for
-from .errors import require
+from .errors import is_count, require
 from .formats import BLOCK_SIZE, GROUP_SIZE, ROW_TILE, Kind
 from .formats import scale_mode as parse_scale_mode
 from .memory import empty
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RowCounts = Sequence[int] | Tensor  # of each group; for a tensor on a GPU the host must wait
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,9 +96,7 @@ class MXFP4Tensor:
         backend_for(self.packed).convert_rows(self._rows, y._rows)
         return y
 
-    def to_fp8_columns(
-        self, num_rows_per_expert: Sequence[int] | None = None, rows: Tensor | None = None
-    ) -> FP8Columns:
+    def to_fp8_columns(self, num_rows_per_expert: RowCounts | None = None, rows: Tensor | None = None) -> FP8Columns:
         """FP8 with one scale per 128x1, transposed per expert; dequantizes to the same numbers as `to_fp8`.
 
         Args:
@@ -113,7 +113,7 @@ class MXFP4Tensor:
         return FP8Columns(data, scales, sizes)
 
     def to_fp8_rows_and_columns(
-        self, num_rows_per_expert: Sequence[int] | None = None, rows: Tensor | None = None
+        self, num_rows_per_expert: RowCounts | None = None, rows: Tensor | None = None
     ) -> tuple[FP8Tensor, FP8Columns]:
         """`to_fp8` and `to_fp8_columns` of the same rows at once; on a GPU from a single read."""
         rows, sizes = self._groups(num_rows_per_expert, rows)
@@ -121,16 +121,16 @@ class MXFP4Tensor:
         return FP8Tensor(data, scales), FP8Columns(columns[0], columns[1], sizes)
 
     def _groups(
-        self, num_rows_per_expert: Sequence[int] | None, rows: Tensor | None
+        self, num_rows_per_expert: RowCounts | None, rows: Tensor | None
     ) -> tuple[Tensor | None, tuple[int, ...]]:
-        if rows is not None:
-            rows = _row_map(rows, self.num_rows, self.packed.device)
-            rows = rows[: sum(num_rows_per_expert)] if num_rows_per_expert else rows
-        return rows, _group_sizes(num_rows_per_expert, self.num_rows if rows is None else len(rows))
+        if rows is None:
+            return None, _group_sizes(num_rows_per_expert, self.num_rows)
+        rows = _row_map(rows, self.num_rows, self.packed.device)
+        sizes = None if num_rows_per_expert is None else _row_counts(num_rows_per_expert)
+        rows = rows if sizes is None else rows[: sum(sizes)]
+        return rows, _group_sizes(sizes, len(rows))
 
-    def to_mxfp4_columns(
-        self, num_rows_per_expert: Sequence[int] | None = None, scale_mode: str = "even"
-    ) -> MXFP4Columns:
+    def to_mxfp4_columns(self, num_rows_per_expert: RowCounts | None = None, scale_mode: str = "even") -> MXFP4Columns:
         """MXFP4 with one scale per 32 rows of a column, by dequantizing and quantizing anew: this one loses precision.
 
         Args:
@@ -199,7 +199,7 @@ class FP8Tensor:
         backend_for(x).convert_rows(self._rows, Rows.of(x))
         return x
 
-    def to_columns(self, num_rows_per_expert: Sequence[int] | None = None) -> FP8Columns:
+    def to_columns(self, num_rows_per_expert: RowCounts | None = None) -> FP8Columns:
         """FP8 with one scale per 128x1, transposed per expert, by shifting exponents.
 
         Numbers change only where they fall below the normal range of their tile of 128 x 128 (nearest even there).
@@ -429,13 +429,21 @@ def _check_flat(argument: str, tensor: Any, dtype: torch.dtype, numel: int, othe
     require(tensor.device == other.device, argument, f"on {tensor.device}", f"{other.device}, where the rest is")
 
 
-def _group_sizes(num_rows_per_expert: Sequence[int] | None, num_rows: int) -> tuple[int, ...]:
+def _group_sizes(num_rows_per_expert: RowCounts | None, num_rows: int) -> tuple[int, ...]:
     if num_rows_per_expert is None:
         return (num_rows,)
-    sizes = tuple(int(size) for size in num_rows_per_expert)
+    sizes = _row_counts(num_rows_per_expert)
     accepted = f"non-negative numbers whose sum is the number of rows, {num_rows}"
-    require(min(sizes, default=0) >= 0 and sum(sizes) == num_rows, "num_rows_per_expert", list(sizes), accepted)
+    require(sum(sizes) == num_rows, "num_rows_per_expert", list(sizes), accepted)
     return sizes
+
+
+def _row_counts(num_rows_per_expert: RowCounts) -> tuple[int, ...]:
+    sizes: Any = num_rows_per_expert.tolist() if isinstance(num_rows_per_expert, Tensor) else num_rows_per_expert
+    sizes = list(sizes) if isinstance(sizes, Iterable) and not isinstance(sizes, str) else sizes
+    is_valid = isinstance(sizes, list) and all(is_count(size, 0) for size in sizes)
+    require(is_valid, "num_rows_per_expert", repr(sizes), "non-negative integers, the number of rows of each expert")
+    return tuple(map(operator.index, sizes))
 
 
 def _check_powers_of_two(scales: Tensor) -> None:
@@ -462,5 +470,6 @@ def _group(sizes: tuple[int, ...], i: int) -> tuple[int, int]:
 
 
 def _seed(seed: int) -> int:
-    require(isinstance(seed, int) and 0 <= seed < 2**64, "seed", repr(seed), "an integer from 0 to 2**64 - 1")
-    return seed
+    is_valid = is_count(seed, 0) and operator.index(seed) < 2**64
+    require(is_valid, "seed", repr(seed), "an integer from 0 to 2**64 - 1")
+    return operator.index(seed)

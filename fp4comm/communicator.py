@@ -472,6 +472,16 @@ class EPCommunicator:
     ) -> None:
         self.close()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> EPCommunicator:
+        """Itself: copies of a module share its communicator, since all ranks must make a new one together."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an EPCommunicator can't be pickled or copied, as it belongs to this process and its group; "
+            "save a module's state_dict(), and make a communicator in each process"
+        )
+
     def __repr__(self) -> str:
         legs = ", ".join(f"{name}={leg['wire']}" for name, leg in self.precision.legs().items())
         return (

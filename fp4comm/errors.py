@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 
 class Fp4CommError(Exception):
     """Base class of all errors that fp4comm raises on purpose."""
@@ -29,6 +32,19 @@ class TransportError(Fp4CommError, RuntimeError):
 
 class ClosedError(Fp4CommError, RuntimeError):
     """A communicator was used after `close()`."""
+
+
+def is_count(value: Any, least: int) -> bool:
+    """Whether it is an integer, of NumPy too, and at least that."""
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= least
+    except TypeError:
+        return False
+
+
+def counted(number: int, noun: str) -> str:
+    """For texts: "1 rank", "2 ranks"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def require(condition: bool, argument: str, received: object, accepted: str) -> None:

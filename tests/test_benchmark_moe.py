@@ -11,6 +11,8 @@ from benchmark_runs import QUICK
 from launch import ROOT, launch_command, run_command
 
 from benchmarks import common, moe_layer, moe_overlap, moe_plot, moe_report, moe_shapes, moe_variants, tables
+from benchmarks.ranks import Ranks
+from fp4comm import InvalidArgument
 
 SIZES = ["--hidden", "256", "--width", "128", "--experts", "8", "--topk", "2", "--tokens", "16"]
 PUBLISHED = ROOT / "benchmarks" / "results" / "moe_layer_h200_deepseek-v3.jsonl"
@@ -63,6 +65,12 @@ def test_moe_overlap(tmp_path: Path) -> None:
     assert all(record["seconds"]["training"]["minimum"] > 0 for record in records)
     assert "custom: 16 tokens x 256, 2 of 8 experts and 1 shared, width 128" in output
     assert "hidden)" not in output  # nothing overlaps on a CPU
+
+
+def test_a_cpu_has_no_multiprocessors() -> None:
+    options = moe_overlap.make_parser().parse_args(["--sms", "8"])
+    with pytest.raises(InvalidArgument, match="--sms is given, but rows lie on the CPU"):
+        moe_overlap.run(Ranks(), options)
 
 
 def test_what_overlap_hides() -> None:

@@ -137,6 +137,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "scale mode": (lambda: quantize_mxfp4(f32(1, 32), scale_mode="ceil"), r"scale_mode is 'ceil'; accepted: 'floor'"),
     "seed -1": (lambda: quantize_mxfp4(f32(1, 32), seed=-1), r"seed is -1; accepted: an integer from 0"),
     "seed 2**64": (lambda: quantize_mxfp4(f32(1, 32), seed=2**64), r"seed is 18446744073709551616; accepted"),
+    "seed True": (lambda: quantize_mxfp4(f32(1, 32), seed=True), r"seed is True; accepted"),
     "seed 1.0": (lambda: quantize_mxfp4(f32(1, 32), seed=1.0), r"seed is 1\.0; accepted"),
     "dequantize dtype": (lambda: MXFP4.dequantize(torch.float64), r"dtype is torch\.float64; accepted: torch\.float32"),
     "fp8 dequantize dtype": (lambda: FP8.dequantize(torch.int8), r"dtype is torch\.int8; accepted"),
@@ -181,6 +182,17 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         r"num_rows_per_expert is \[5, -1\]; accepted: non-neg",
     ),
     "groups none": (lambda: MXFP4.to_fp8_columns(()), r"num_rows_per_expert is \[\]; accepted: .* rows, 4"),
+    "groups no integers": (
+        lambda: MXFP4.to_fp8_columns((1.7, 2.3)),
+        r"num_rows_per_expert is \[1\.7, 2\.3\]; accepted: non-negative integers",
+    ),
+    "groups no sequence": (lambda: FP8.to_columns(1.7), r"num_rows_per_expert is 1\.7; accepted: non-neg"),
+    "groups text": (lambda: MXFP4.to_mxfp4_columns("13"), r"num_rows_per_expert is '13'; accepted: non-neg"),
+    "groups float tensor": (
+        lambda: MXFP4.to_fp8_columns(torch.tensor([1.0, 3.0]), torch.arange(4)),
+        r"num_rows_per_expert is \[1\.0, 3\.0\]; accepted: non-neg",
+    ),
+    "groups scalar tensor": (lambda: MXFP4.to_fp8_columns(torch.tensor(4)), r"num_rows_per_expert is 4; accepted"),
     "columns scale mode": (lambda: MXFP4.to_mxfp4_columns(scale_mode="best"), r"scale_mode is 'best'; accepted"),
     "expert": (lambda: MXFP4.to_fp8_columns((1, 3)).expert(2), r"expert is 2; accepted: 0 to 1"),
     "expert of mxfp4": (lambda: MXFP4.to_mxfp4_columns((1, 3)).expert(-1), r"expert is -1; accepted: 0 to 1"),
@@ -195,6 +207,25 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "mxfp4 columns": (lambda: MXFP4Columns(u8(512), u8(64), (3,), 32), r"scales is of shape \[64\]; accepted: \[32\]"),
     "mxfp4 columns packed": (lambda: MXFP4Columns(u8(51), u8(32), (3,), 32), r"packed is of shape \[51\]; accepted"),
 }
+
+
+@pytest.mark.parametrize("sizes", [[1, 2], np.array([1, 2]), torch.tensor([1, 2]), torch.tensor([1, 2]).int()])
+def test_row_counts_of_every_kind(device: torch.device, sizes: Any) -> None:
+    x = MXFP4Tensor(u8(4, 48, device=device), u8(4, 3, device=device))
+    rows = torch.tensor([3, -1, 0, 2], device=device)  # the last one beyond the groups
+    sizes = sizes.to(device) if isinstance(sizes, Tensor) else sizes
+    assert x.to_fp8_columns(sizes, rows).num_rows_per_expert == (1, 2)
+    assert x.to_fp8_rows_and_columns(sizes, rows)[1].num_rows_per_expert == (1, 2)
+    assert x.to_fp8_columns(sizes[:0], rows).num_rows == 0
+    assert FP8Tensor(x.to_fp8().data[:3], x.to_fp8().scales[:3]).to_columns(sizes).num_rows_per_expert == (1, 2)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint64, np.int32])
+def test_seeds_of_numpy(kind: Callable[[int], Any]) -> None:
+    x = torch.linspace(-3, 3, 320).reshape(10, 32)
+    one, other = (quantize_mxfp4(x, stochastic=True, hadamard=True, seed=seed) for seed in (3, kind(3)))
+    assert_same_bits(one.packed, other.packed)
+    assert_same_bits(one.dequantize(hadamard=True, seed=3), other.dequantize(hadamard=True, seed=kind(3)))
 
 
 @pytest.mark.parametrize("call, message", WRONG.values(), ids=WRONG)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +13,7 @@ import pytest
 import torch
 from launch import have_launcher, run_ranks
 from thread_ranks import ThreadTransport, run_thread_ranks
+from torch import Tensor
 
 import fp4comm
 from fp4comm.errors import ClosedError, InvalidArgument, TransportError
@@ -33,6 +37,10 @@ def make(group: Any, **options: Any) -> fp4comm.EPCommunicator:
 
 BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     "x not a tensor": ({"x": [1.0]}, "x is a list"),
+    "x as MXFP4": (
+        {"x": fp4comm.quantize_mxfp4(torch.ones(NUM_TOKENS, HIDDEN))},
+        "x is a MXFP4Tensor; accepted: a tensor or an FP8Tensor",
+    ),
     "x dtype": ({"x": torch.ones(NUM_TOKENS, HIDDEN, dtype=torch.float64)}, "x is of dtype torch.float64"),
     "x shape": (
         {"x": torch.ones(NUM_TOKENS, HIDDEN, 1)},
@@ -40,13 +48,16 @@ BAD_DISPATCHES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "x width": ({"x": torch.ones(NUM_TOKENS, 32)}, r"x is of shape \[5, 32\]"),
     "x device": ({"x": torch.ones(NUM_TOKENS, HIDDEN, device="meta")}, "x is on meta"),
-    "idx missing": ({"topk_idx": None}, "topk_idx is a NoneType; accepted: a tensor, or a handle instead"),
+    "idx missing": ({"topk_idx": None}, "topk_idx is a NoneType; accepted: a tensor, or None with handle="),
     "idx dtype": ({"topk_idx": torch.zeros(NUM_TOKENS, NUM_TOPK)}, "topk_idx is of dtype torch.float32"),
     "idx rows": (
         {"topk_idx": torch.zeros(4, NUM_TOPK, dtype=torch.int64)},
         r"topk_idx is of shape \[4, 2\].*x has 5 rows",
     ),
-    "idx empty": ({"topk_idx": torch.zeros(NUM_TOKENS, 0, dtype=torch.int64)}, r"topk_idx is of shape \[5, 0\]"),
+    "idx empty": (
+        {"topk_idx": torch.zeros(NUM_TOKENS, 0, dtype=torch.int64)},
+        r"topk_idx is of shape \[5, 0\].*num_topk at least 1",
+    ),
     "idx too large": ({"topk_idx": torch.full((NUM_TOKENS, NUM_TOPK), 6)}, r"topk_idx\[0, 0\] is 6; accepted: 0 to 5"),
     "idx too small": ({"topk_idx": torch.full((NUM_TOKENS, NUM_TOPK), -2)}, r"topk_idx\[0, 0\] is -2"),
     "weights dtype": (
@@ -76,6 +87,41 @@ def test_bad_dispatch_raises_on_all_ranks(name: str) -> None:
         return str(caught.value)
 
     assert len(set(run_thread_ranks(run, 3))) == 1
+
+
+TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
+    "grad": lambda function: torch.func.grad(lambda given: function(given).sum()),
+    "vmap": lambda function: lambda given: torch.vmap(function)(given[None]),
+    "jvp": lambda function: lambda given: torch.func.jvp(function, (given,), (given,)),
+    "functionalize": torch.func.functionalize,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch's own, on the way to jvp
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("argument", ["x", "topk_idx", "topk_weights", "y"])
+def test_transforms_of_functions_are_refused_on_all_ranks(argument: str, transform: str) -> None:
+    """Their tensors have no memory; only rank 1 has one."""
+    if argument == "topk_idx" and transform in ("grad", "jvp"):
+        pytest.skip("integers have no gradient")
+
+    def run(group: ThreadTransport) -> None:
+        comm = make(group)
+        arguments = good_arguments()
+        recv, handle = comm.dispatch(**arguments)
+
+        def call(given: Tensor) -> Tensor:
+            if argument == "y":
+                return comm.combine(given, handle)
+            received: Any = comm.dispatch(**(arguments | {argument: given}))[0].x
+            return received
+
+        named, given = ("y", recv.x) if argument == "y" else ("x", arguments[argument])
+        with pytest.raises(InvalidArgument, match=rf"rank 1: {named} is in a transform of torch\.func"):
+            TRANSFORMS[transform](call)(given) if comm.rank == 1 else call(given)
+        comm.combine(recv.x, handle)
+
+    run_thread_ranks(run, 2)
 
 
 def test_an_expert_named_twice_does_not_fit_a_fixed_size() -> None:
@@ -133,6 +179,8 @@ def test_handles_are_checked() -> None:
             comm.dispatch(**good_arguments(), handle=handle)
         with pytest.raises(InvalidArgument, match="x is 2 rows; accepted: 5 rows"):
             comm.dispatch(torch.ones(2, HIDDEN), handle=handle)
+        with pytest.raises(InvalidArgument, match="topk_idx is a Handle; accepted: a tensor, or None with handle="):
+            comm.dispatch(torch.ones(NUM_TOKENS, HIDDEN), handle)
         by_rank, rank_handle = comm.dispatch(**good_arguments(), layout="rank")
         with pytest.raises(InvalidArgument, match="apply_weights is True"):
             comm.combine(by_rank.x, rank_handle, apply_weights=True)
@@ -148,7 +196,7 @@ def test_handles_are_checked() -> None:
         ({"hidden": 48}, "hidden is 48; accepted: a positive multiple of 32"),
         ({"hidden": 64.0}, "hidden is 64.0"),
         ({"num_experts": 7}, "num_experts is 7; accepted: a positive multiple of the number of ranks, 2"),
-        ({"num_experts": 2**17}, "num_experts is 131072; accepted: at most 32767 for each of the 2 ranks"),
+        ({"num_experts": 2**17}, "num_experts is 131072; accepted: at most 32767 a rank, on 2 ranks"),
         ({"precision": "fp5"}, "precision is 'fp5'"),
         ({"expert_alignment": 0}, "expert_alignment is 0"),
         ({"num_max_tokens_per_rank": -1}, "num_max_tokens_per_rank is -1"),
@@ -270,14 +318,17 @@ def test_another_error_on_one_rank_reaches_all(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_wrong_groups_and_transports() -> None:
+    with pytest.raises(InvalidArgument, match=r"accepted: at most 32767 a rank, on 1 rank$"):
+        make(None, num_experts=2**17)
     with pytest.raises(InvalidArgument, match="group is a str; accepted: None, an mpi4py"):
         make("world")
     with pytest.raises(InvalidArgument, match="transport is 'smoke-signals'; accepted: 'auto'"):
         make(None, transport="smoke-signals")
     with pytest.raises(InvalidArgument, match="type NoneType goes with 'loopback'; accepted: 'auto'; a group"):
         make(None, transport="mpi")
-    with pytest.raises(InvalidArgument, match="timeout_secs is 0"):
-        make(None, timeout_secs=0)
+    for wrong in (0, -1.0, float("nan"), "5", [1]):
+        with pytest.raises(InvalidArgument, match=re.escape(f"timeout_secs is {wrong!r}; accepted: a number of sec")):
+            make(None, timeout_secs=wrong)
 
 
 def test_precision_is_checked() -> None:
@@ -289,6 +340,17 @@ def test_precision_is_checked() -> None:
         fp4comm.Leg("mxfp4", scale_mode="ceil")
     with pytest.raises(InvalidArgument, match="stochastic and hadamard go with the wire 'mxfp4', not with 'fp8'"):
         fp4comm.Leg("fp8", stochastic=True)
+
+
+def test_copies_of_a_module_share_the_communicator() -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    module.comm = make(None)
+    assert copy.deepcopy(module).comm is module.comm
+    for spoil in (pickle.dumps, copy.copy):
+        with pytest.raises(
+            TypeError, match=r"an EPCommunicator can't be pickled or copied.*make a communicator in each"
+        ):
+            spoil(module.comm)
 
 
 def test_a_closed_communicator_says_so() -> None:

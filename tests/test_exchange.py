@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 
 import exchange_cases
+import numpy as np
 import pytest
 import torch
 from launch import have_launcher, run_ranks
 from numerics import tensors_on
 from thread_ranks import run_thread_ranks
+
+import fp4comm
 
 # launcher and number of ranks of every group that the cases run on
 PROCESS_GROUPS = [("mpi", 1), ("mpi", 2), ("mpi", 4), ("torchrun", 2), ("torchrun", 3)]
@@ -30,6 +33,16 @@ def test_case_on_threads(case: str, num_ranks: int) -> None:
 @pytest.mark.parametrize("case", exchange_cases.CASES)
 def test_case_alone(case: str) -> None:
     assert exchange_cases.CASES[case](None) == on_threads(case, 1)[0]
+
+
+def test_a_seed_of_numpy() -> None:
+    """Gives the bits of the same number of Python's."""
+    results = []
+    for seed in (3, np.int64(3)):
+        precision = fp4comm.Precision(dispatch=fp4comm.Leg("mxfp4", "rceil", stochastic=True))
+        with fp4comm.EPCommunicator(num_experts=1, hidden=32, precision=precision, seed=seed) as comm:
+            results.append(comm.dispatch(torch.linspace(-3, 3, 320).reshape(10, 32), torch.zeros(10, 1).int())[0].x)
+    assert torch.equal(*results)
 
 
 @pytest.mark.mpi

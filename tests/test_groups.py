@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from typing import Any
@@ -15,7 +16,8 @@ from launch import have_launcher, run_ranks
 from moe_problem import Problem, communicator, expert_function, experts_of_rows, moe_on_one_rank, size_of
 from torch import Tensor
 
-from fp4comm.errors import ClosedError, TransportError
+import fp4comm
+from fp4comm.errors import ClosedError, InvalidArgument, TransportError
 from fp4comm.transport import mpi
 
 DEATH_TIMEOUT_SECS = 8.0
@@ -72,17 +74,35 @@ def interleave(group: Any) -> None:
         other.backward()
 
 
-def on_mpi(world: Any) -> dict[str, tuple[int, int]]:
+def train_with_timeout(group: Any, timeout_secs: float) -> tuple[int, int]:
+    """A step with a timeout of its own."""
+    with mock.patch("moe_problem.TIMEOUT_SECS", timeout_secs):
+        return train_once(group)
+
+
+def refusal_of(group: Any) -> str:
+    """What a communicator over it says."""
+    with pytest.raises(InvalidArgument) as caught:
+        fp4comm.EPCommunicator(group, num_experts=4, hidden=32)
+    return str(caught.value)
+
+
+def on_mpi(world: Any) -> dict[str, Any]:
     """All checks on one rank of four."""
     rank = world.Get_rank()
+    freed = world.Dup()
+    freed.Free()
     seen = {
         "Split": train_once(world.Split(rank % 2, -rank)),
         "Create_cart": train_once(world.Create_cart([world.Get_size()])),
+        "no end": train_with_timeout(world, math.inf),
     }
+    part = world.Create(world.Get_group().Incl([0]))  # MPI.COMM_NULL on the other ranks
+    refused = refusal_of(freed if rank == 0 else part)
     interleave(world)
     with mock.patch.object(mpi, "_PIECE_BYTES", 100):  # of rows of 640; other numbers than recycled memory still holds
         seen["pieces"] = train_once(world, seed=35)
-    return seen
+    return seen | {"refused": refused}
 
 
 @pytest.mark.mpi
@@ -90,7 +110,9 @@ def test_mpi_groups() -> None:
     if not have_launcher("mpi"):
         pytest.skip("mpi is not installed")
     for rank, seen in enumerate(run_ranks(on_mpi, 4, launcher="mpi", timeout=60)):
-        assert seen == {"Split": (1 - rank // 2, 2), "Create_cart": (rank, 4), "pieces": (rank, 4)}
+        assert "group is MPI.COMM_NULL: this process is not in it, or it has been freed" in seen.pop("refused")
+        whole = dict.fromkeys(("Create_cart", "no end", "pieces"), (rank, 4))
+        assert seen == {"Split": (1 - rank // 2, 2)} | whole
 
 
 def interleave_with_pending_receives(world: Any) -> list[float]:
@@ -142,6 +164,8 @@ def on_process_groups(world: Any) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     return {
         "new_group": train_once(odd if rank % 2 else even),
+        "not in it": refusal_of(even if rank % 2 else odd),
+        "no end": [train_with_timeout(world, secs) for secs in (1e15, math.inf)],
         "mesh": train_once(init_device_mesh("cpu", (4,))),
         "mesh ep": train_once(mesh["ep"]),
         "mesh dp": train_once(mesh["dp"]),
@@ -155,6 +179,8 @@ def test_process_groups() -> None:
     results = run_ranks(on_process_groups, 4, launcher="torchrun", timeout=60)
     for rank, seen in enumerate(results):
         assert seen["new_group"] == (rank // 2, 2)
+        assert "group is one of torch that this process is not in; accepted: one that it is in" in seen["not in it"]
+        assert seen["no end"] == [(rank, 4)] * 2
         assert seen["mesh"] == (rank, 4)
         assert seen["mesh ep"] == (rank % 2, 2)
         assert seen["mesh dp"] == (rank // 2, 2)

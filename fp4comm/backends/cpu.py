@@ -54,7 +54,7 @@ def options(
     scale_mode_name: str = "even", stochastic: bool = False, hadamard: bool = False, seed: int = 0, stream: int = 0
 ) -> Options:
     """How MXFP4 is encoded, and (`hadamard`, `seed`) decoded."""
-    return Options(scale_mode(scale_mode_name), int(stochastic), hadamard, seed % 2**64, stream % 2**32)
+    return Options(scale_mode(scale_mode_name), int(stochastic), hadamard, int(seed) % 2**64, stream % 2**32)
 
 
 def convert_rows(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch.distributed as dist
 
-from ..errors import InvalidArgument, NotAvailable
+from ..errors import InvalidArgument, NotAvailable, require
 from .base import Transport
 from .loopback import LoopbackTransport
 
@@ -43,8 +44,12 @@ def make_transport(
         return group
     if name not in _NAMES:
         raise InvalidArgument(f"transport is {name!r}; accepted: {', '.join(map(repr, _NAMES))}")
-    if timeout_secs is not None and not timeout_secs > 0:
-        raise InvalidArgument(f"timeout_secs is {timeout_secs!r}; accepted: a number of seconds above 0")
+    require(
+        timeout_secs is None or _is_time(timeout_secs),
+        "timeout_secs",
+        repr(timeout_secs),
+        "a number of seconds above 0, or None",
+    )
     suited = _transport_for(group)
     if name not in ("auto", suited) and not (name in ("nccl", "peer") and suited != "loopback"):
         what = f"a group of type {type(group).__name__} goes with {suited!r}"
@@ -101,6 +106,11 @@ def _between_gpus(
     return transport
 
 
+def _is_time(secs: Any) -> bool:
+    is_number = isinstance(secs, Real)
+    return is_number and bool(secs > 0)  # NaN is not
+
+
 def _each_has_a_gpu(transport: Transport) -> bool:
     from .nccl import own_device
 
@@ -112,10 +122,14 @@ def _transport_for(group: Any) -> str:
     if group is None:
         return "loopback"
     if hasattr(group, "Get_rank") and hasattr(group, "Alltoallv"):
+        received = "MPI.COMM_NULL: this process is not in it, or it has been freed"
+        require(bool(group), "group", received, "a communicator that this process is in")
         return "mpi"
     if getattr(group, "ndim", None) == 1 and hasattr(group, "get_group"):
         return "process_group"
     if dist.is_available() and isinstance(group, dist.ProcessGroup):
         return "process_group"
+    is_outside = dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER
+    require(not is_outside, "group", "one of torch that this process is not in", "one that it is in")
     shape = f" with {group.ndim} dimensions" if hasattr(group, "ndim") else ""
     raise InvalidArgument(f"group is a {type(group).__name__}{shape}; accepted: {_ACCEPTED_GROUPS}")

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import TransportError
 from .base import MAX_TAG, Transport
 
+_LONGEST_SECS = 1e8  # in nanoseconds an int64, to which gloo adds its clock
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
@@ -53,7 +54,7 @@ class ProcessGroupTransport(Transport):
             target = (self.rank + distance) % self.num_ranks
             if outgoing[target].numel():
                 works.append((target, self._post(dist.isend, outgoing[target], target, tag)))
-        deadline = time.monotonic() + self.timeout_secs
+        deadline = time.monotonic() + min(self.timeout_secs, _LONGEST_SECS)
         for peer, work in works:
             self._wait(peer, work, deadline)
 
