@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import operator
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,23 +60,24 @@ def begin_agreement(
         if error is not None:
             raise error
         return lambda: torch.cat([part.cpu() for part in values], dim=1)
-    statement = json.dumps({"operation": operation, **facts}, sort_keys=True, default=str)
+    statement = json.dumps({"operation": operation, **facts}, sort_keys=True, default=_plain)
     checksum = zlib.crc32(statement.encode())
-    with torch._C._DisableFuncTorch():  # in a transform of torch.func, which is an error, new tensors have no memory
-        header = torch.tensor([[error is not None, checksum]] * num_ranks, device="cpu", dtype=torch.int64)
-        if error is not None:  # nobody will read the values
-            values = [torch.zeros(part.shape, device="cpu", dtype=torch.int64) for part in values]
-        wait = transport.begin_all_to_all([header, *values])
+    header = torch.tensor([[error is not None, checksum]] * num_ranks, device="cpu", dtype=torch.int64)
+    wait = transport.begin_all_to_all([header, *values])
 
     def finish() -> Tensor:
-        with torch._C._DisableFuncTorch():
-            theirs = wait()
-            table = theirs.numpy()  # NumPy is quicker with a few numbers
-            if table[:, 0].any() or (table[:, 1] != checksum).any():
-                _raise_together(transport, statement, error)
-            return theirs[:, 2:]
+        theirs = wait()
+        table = theirs.numpy()  # NumPy is quicker with a few numbers
+        if table[:, 0].any() or (table[:, 1] != checksum).any():
+            _raise_together(transport, statement, error)
+        return theirs[:, 2:]
 
     return finish
+
+
+def _plain(value: Any) -> int | str:
+    """For JSON, which knows neither NumPy's integers nor most of all else."""
+    return operator.index(value) if hasattr(value, "__index__") else str(value)
 
 
 def _raise_together(transport: Transport, statement: str, error: Exception | None) -> None:

@@ -66,9 +66,7 @@ def check_dispatch(
     out: torch.dtype | str | None,
 ) -> None:
     """Checks the arguments of `EPCommunicator.dispatch`."""
-    if isinstance(x, FP8Tensor):
-        _check_transforms("x")
-    else:
+    if not isinstance(x, FP8Tensor):
         _check_rows("x", x, comm.hidden, "a tensor or an FP8Tensor")
     data = x.data if isinstance(x, FP8Tensor) else x
     _check_device("x", data, comm)
@@ -115,7 +113,6 @@ def check_dispatch(
 
 def _check_rows(argument: str, rows: Any, hidden: int, accepted: str = "a tensor") -> None:
     require(isinstance(rows, Tensor), argument, f"a {type(rows).__name__}", accepted)
-    _check_transforms(argument)
     require(rows.dtype in FLOAT_DTYPES, argument, f"of dtype {rows.dtype}", f"one of {FLOAT_DTYPES}")
     require(
         rows.ndim == 2 and rows.shape[1] == hidden,
@@ -123,13 +120,6 @@ def _check_rows(argument: str, rows: Any, hidden: int, accepted: str = "a tensor
         f"of shape {list(rows.shape)}",
         f"shape [num_rows, {hidden}]",
     )
-
-
-def _check_transforms(argument: str) -> None:
-    """In a transform of a function tensors only stand for others: kernels and messages can't read them."""
-    is_inside = torch._C._functorch.peek_interpreter_stack() is not None
-    accepted = "a tensor outside of these, with gradients by backward()"
-    require(not is_inside, argument, "in a transform of torch.func (grad, vmap, ...)", accepted)
 
 
 def _check_device(argument: str, tensor: Tensor, comm: EPCommunicator) -> None:

@@ -454,6 +454,11 @@ class EPCommunicator:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("this EPCommunicator is closed")
+        if (
+            torch._C._functorch.peek_interpreter_stack() is not None
+        ):  # neither kernels nor messages can read such tensors
+            accepted = "calls outside of torch.func.grad, vmap and the like, with gradients by backward()"
+            raise InvalidArgument(f"this call is in a transform of torch.func; accepted: {accepted}")
 
     def close(self) -> None:
         """Frees the transport. May be called more than once; the communicator can't be used afterwards.

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from launch import have_launcher, run_ranks
@@ -99,29 +100,23 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Tensor]], Callable[..., Any]]] = {
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # of torch's own, on the way to jvp
 @pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("argument", ["x", "topk_idx", "topk_weights", "y"])
-def test_transforms_of_functions_are_refused_on_all_ranks(argument: str, transform: str) -> None:
-    """Their tensors have no memory; only rank 1 has one."""
-    if argument == "topk_idx" and transform in ("grad", "jvp"):
-        pytest.skip("integers have no gradient")
+def test_transforms_of_functions_are_refused(transform: str) -> None:
+    """Their tensors have no memory."""
+    comm = make(None)
+    arguments = good_arguments()
+    recv, handle = comm.dispatch(**arguments)
 
-    def run(group: ThreadTransport) -> None:
-        comm = make(group)
-        arguments = good_arguments()
-        recv, handle = comm.dispatch(**arguments)
+    def dispatch(x: Tensor) -> Tensor:
+        received: Any = comm.dispatch(**(arguments | {"x": x}))[0].x
+        return received
 
-        def call(given: Tensor) -> Tensor:
-            if argument == "y":
-                return comm.combine(given, handle)
-            received: Any = comm.dispatch(**(arguments | {argument: given}))[0].x
-            return received
-
-        named, given = ("y", recv.x) if argument == "y" else ("x", arguments[argument])
-        with pytest.raises(InvalidArgument, match=rf"rank 1: {named} is in a transform of torch\.func"):
-            TRANSFORMS[transform](call)(given) if comm.rank == 1 else call(given)
-        comm.combine(recv.x, handle)
-
-    run_thread_ranks(run, 2)
+    assert isinstance(recv.x, Tensor)
+    for call, given in ((dispatch, arguments["x"]), (lambda y: comm.combine(y, handle), recv.x)):
+        with pytest.raises(
+            InvalidArgument, match=r"this call is in a transform of torch\.func; accepted: calls outside"
+        ):
+            TRANSFORMS[transform](call)(given)
+    comm.combine(recv.x, handle)
 
 
 def test_an_expert_named_twice_does_not_fit_a_fixed_size() -> None:
@@ -229,6 +224,10 @@ def test_ranks_that_disagree_at_construction(options: dict[str, Any], message: s
             make(group, **(options if group.rank == 2 else {}))
 
     run_thread_ranks(run, 3)
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    run_thread_ranks(lambda group: make(group, seed=np.int64(3) if group.rank else 3), 2)
 
 
 def test_ranks_that_disagree_in_a_call() -> None:
