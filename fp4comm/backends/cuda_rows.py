@@ -15,6 +15,7 @@ from torch import Tensor
 from ..formats import GROUP_SIZE, GemmKind, Kind, ScaleMode
 from . import cuda_compile, gemm_rows
 from .cpu import Options, RowLayout, options
+from .cuda_compile import pointer
 from .cuda_gemm_rows import quantize_gemm_rows
 from .rows import BITS, PeerRows, Rows
 
@@ -71,14 +72,14 @@ def convert_rows(
     assert dst_row is not None or len(dst) >= num_rows
     src = _aligned(src)
     constants = _constants(src, dst, options, num_rows)
-    maps = (cuda_compile.pointer(src_row), cuda_compile.pointer(dst_row))
+    maps = (pointer(src_row), pointer(dst_row))
     if src.arrivals is not None:
         assert src_row is None
         assert num_rows == len(src)
     num_turns = dst.num_turns if isinstance(dst, PeerRows) else num_rows
     if src.arrivals is not None:
         num_turns = src.arrivals.num_turns
-    others = (cuda_compile.pointer(dst.peers), _arrivals_pointer(src))
+    others = (pointer(dst.peers), _arrivals_pointer(src))
     args = (*src.address, *dst.address, num_rows, *maps, *_random(options), *others, num_turns)
     _launch("convert_rows", "rows_convert.cu", constants, num_turns * constants["ROW_PARTS"], args, src, dst)
 
@@ -118,7 +119,7 @@ def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEF
         }
         choices = (
             topk_idx.data_ptr(),
-            cuda_compile.pointer(weights, torch.float32),
+            pointer(weights, torch.float32),
             meta.num_experts // num_ranks,
             meta.layout.weight_offset,
             meta.layout.expert_offset,
@@ -126,8 +127,8 @@ def pack_tokens(x: Rows, send: Rows, token_rows: Tensor, options: Options = _DEF
             meta.rows_per_rank.stride(0),
             capacity,
         )
-    args = (*x.address, *send.address, num_tokens, cuda_compile.pointer(token_rows), *_random(options), *choices)
-    _launch("pack_tokens", "rows_pack.cu", constants, num_items, (*args, cuda_compile.pointer(send.peers)), x, send)
+    args = (*x.address, *send.address, num_tokens, pointer(token_rows), *_random(options), *choices)
+    _launch("pack_tokens", "rows_pack.cu", constants, num_items, (*args, pointer(send.peers)), x, send)
     send.source = x
 
 
@@ -161,12 +162,12 @@ def expand_rows(
         assert num_src == len(src)
         num_src = src.arrivals.num_turns
     pointers = (
-        cuda_compile.pointer(source_rows),
-        cuda_compile.pointer(weights, torch.float32),
+        pointer(source_rows),
+        pointer(weights, torch.float32),
         _arrivals_pointer(src),
-        cuda_compile.pointer(end, torch.int32),
+        pointer(end, torch.int32),
     )
-    args = (*src.address, *out.address, num_src, cuda_compile.pointer(slot_rows), *_random(options), num_out, *pointers)
+    args = (*src.address, *out.address, num_src, pointer(slot_rows), *_random(options), num_out, *pointers)
     num_items = num_src * constants["ROW_PARTS"] + -(-num_out // 32)
     _launch("expand_rows", "rows_expand.cu", constants, num_items, args, src, out)
     return None
@@ -193,9 +194,9 @@ def sum_rows(
         "WEIGHTED": int(weights is not None),
         "UNROLL": max(1, min(4, _SUM_BYTES // (BITS[src.kind] * min(num_terms, 8)))),  # 8 numbers a lane
     }
-    maps = (cuda_compile.pointer(src_row), cuda_compile.pointer(weights, torch.float32), cuda_compile.pointer(dst_row))
+    maps = (pointer(src_row), pointer(weights, torch.float32), pointer(dst_row))
     num_turns = dst.num_turns if isinstance(dst, PeerRows) else num_rows
-    args = (*src.address, *dst.address, num_rows, *maps, *_random(options), cuda_compile.pointer(dst.peers), num_turns)
+    args = (*src.address, *dst.address, num_rows, *maps, *_random(options), pointer(dst.peers), num_turns)
     _launch("sum_rows", "rows_sum.cu", constants, num_turns * constants["ROW_PARTS"], args, src, dst)
     return None
 
@@ -214,8 +215,8 @@ def dot_rows(
         *a.address,
         *b.address,
         num,
-        cuda_compile.pointer(a_row),
-        cuda_compile.pointer(b_row),
+        pointer(a_row),
+        pointer(b_row),
         out.data_ptr(),
         _random(options)[0],
     )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Rows, cuda_compile
+from ..backends.cuda_compile import pointer
 from ..backends.cuda_gemm_rows import threads_of
 from ..formats import GROUP_SIZE, Kind
 
@@ -32,7 +33,7 @@ def forward(gate_up: Tensor, row_weights: Tensor, gemms: Any, end: Tensor | None
         *Rows.of(gate_up).address[:2],
         row_weights.data_ptr(),
         *_rows(act).address,
-        cuda_compile.pointer(end, torch.int32),
+        pointer(end, torch.int32),
     )
     _launch("swiglu_forward", width, gate_up, _rows(act), False, args)
     return act
@@ -57,7 +58,7 @@ def backward(
         *_rows(grad).address,
         grad_weights.data_ptr(),
         *act_address,
-        cuda_compile.pointer(end, torch.int32),
+        pointer(end, torch.int32),
     )
     _launch("swiglu_backward", width, gate_up, _rows(grad), makes_act, args)
     return grad, grad_weights, act
