@@ -136,6 +136,7 @@ def test_transports_side_by_side(
         self.transport = self.transports["nccl"]
 
     monkeypatch.setattr(Ranks, "use_device", use_device)
+    monkeypatch.setattr(bandwidth, "require_gpus", lambda *_: None)
     path, picture = tmp_path / "gpus.jsonl", tmp_path / "latency.svg"
     suites = ["--standard", "--latency", "--sms", "8,16", "--transports", "nccl,peer"]
     run_main(bandwidth, monkeypatch, [*TINY, "--tokens", 2000, *suites, "--calls", 2, "--json", path])

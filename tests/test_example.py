@@ -235,7 +235,7 @@ def test_text_of_installed_packages(tmp_path: Path, examples: None, monkeypatch:
     [
         ("training", {0, 1, 2}),
         ("training_recipes", {0, 1, 2}),
-        ("training_large", {0, 1}),
+        ("training_large", {0, 1, 2}),
         ("training_large_one_gpu", {0}),
     ],
 )
@@ -326,6 +326,9 @@ def test_seeds_that_not_all_have(examples: None) -> None:
     import moe_report
 
     report = moe_report.load(ROOT / "docs" / "training_large.json")
+    assert "Seeds" not in moe_report.results(report)
+    of_second = ("bf16", "fp8_flow", "fp4")
+    report.runs = [run for run in report.runs if run.seed == 0 or (run.seed == 1 and run.name in of_second)]
     first, twin = report.of("bf16"), report.of("twin")
     assert [run.seed for run in first] == [0, 1]
     assert [run.seed for run in twin] == [0]
@@ -334,4 +337,3 @@ def test_seeds_that_not_all_have(examples: None) -> None:
     for leg, share in found["relative_bytes"].items():
         assert share == pytest.approx(twin[0].bytes_per_token[leg] / first[0].bytes_per_token[leg])
     assert "Seeds: bf16 2, fp8_flow 2, fp4 2, fp4_all 1, twin 1." in moe_report.results(report)
-    assert "Seeds" not in moe_report.results(moe_report.load(ROOT / "docs" / "training.json"))
