@@ -119,6 +119,13 @@ def positive_int(text: str) -> int:
     return value
 
 
+def positive_float(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
+
+
 def parse_with_preset(parser: argparse.ArgumentParser, arguments: list[str], **own: Any) -> dict[str, Any]:
     """Reads a command line, in which --preset changes the defaults of the options that the parser has.
 
@@ -132,7 +139,9 @@ def parse_with_preset(parser: argparse.ArgumentParser, arguments: list[str], **o
     preset = PRESETS.get(first.parse_known_args(arguments)[0].preset, {})
     known = {name: value for name, value in {**preset, **own}.items() if parser.get_default(name) is not None}
     parser.set_defaults(**known)
-    return vars(parser.parse_args(arguments))
+    options = vars(parser.parse_args(arguments))
+    options["out"] = str(Path(options["out"]))  # without a slash at its end, to which suffixes are added
+    return options
 
 
 def make_parser(description: str) -> argparse.ArgumentParser:
@@ -163,7 +172,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--experts", type=positive_int, default=16, help="experts per layer, a multiple of the ranks")
     add("--topk", type=positive_int, default=4, help="experts per token")
     add("--expert-hidden", type=positive_int, default=32, help="inner width of an expert")
-    add("--learning-rate", type=float, default=2.5e-3, help="peak; warm-up, then linear to zero")
+    add("--learning-rate", type=positive_float, default=2.5e-3, help="peak; warm-up, then linear to zero")
     add("--clip", type=float, default=0.0, help="largest norm of all gradients together; 0 = as they are")
     add("--balance", type=float, default=0.01, help="weight of the load balancing loss")
     add("--threads", type=int, default=0, help="threads per rank; 0 = cores / ranks")
@@ -200,8 +209,10 @@ def check(settings: Settings, ranks: Ranks) -> str:
         raise InvalidArgument(f"--device is {settings.device}, but {transport} is all there is; accepted: {accepted}")
     for path in filter(None, (settings.out, settings.save_trace)):
         folder = Path(path).parent
-        if not (folder.is_dir() and os.access(folder, os.W_OK)):
-            raise OSError(f"can't write {path}: {folder} is not a folder that this user can write to")
+        if not folder.is_dir():
+            raise OSError(f"can't write {path}: there is no folder {folder}")
+        if not os.access(folder, os.W_OK):
+            raise OSError(f"can't write {path}: this user can't write to the folder {folder}")
     return transport
 
 

@@ -50,8 +50,9 @@ def check_sizes(
     require(is_count(seed, 0) and seed < 2**64, "seed", repr(seed), "an integer from 0 to 2**64 - 1")
 
 
-def check_resources(num_sms: int | None, max_buffer_bytes: int) -> None:
-    """Checks what a communicator may take of a device."""
+def check_resources(num_sms: int | None, max_buffer_bytes: int, check_inputs: bool | None) -> None:
+    """Checks what a communicator may take of a device, and of the time."""
+    require(check_inputs in (None, True, False), "check_inputs", repr(check_inputs), "True, False or None")
     require(num_sms is None or is_count(num_sms, 1), "num_sms", repr(num_sms), "a positive integer or None")
     require(is_count(max_buffer_bytes, 1), "max_buffer_bytes", repr(max_buffer_bytes), "a positive integer")
 

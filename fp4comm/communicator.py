@@ -124,7 +124,7 @@ class EPCommunicator:
         try:
             self.precision = Precision.of(precision)
             checks.check_sizes(num_experts, hidden, expert_alignment, num_max_tokens_per_rank, seed, self.num_ranks)
-            checks.check_resources(num_sms, max_buffer_bytes)
+            checks.check_resources(num_sms, max_buffer_bytes, check_inputs)
         except InvalidArgument as raised:
             error = raised
         try:

@@ -196,6 +196,7 @@ def test_handles_are_checked() -> None:
         ({"expert_alignment": 0}, "expert_alignment is 0"),
         ({"num_max_tokens_per_rank": -1}, "num_max_tokens_per_rank is -1"),
         ({"seed": -1}, "seed is -1"),
+        ({"check_inputs": "no"}, "check_inputs is 'no'; accepted: True, False or None"),
     ],
 )
 def test_bad_sizes_on_one_rank_raise_on_all(options: dict[str, Any], message: str) -> None:

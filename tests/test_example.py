@@ -149,7 +149,7 @@ def test_recipes_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_runs_are_taken_up(tmp_path: Path, examples: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = [*TINY, "--steps", "3", "--seeds", "1", "--validation-windows", "8", "--out", str(tmp_path / "run")]
+    arguments = [*TINY, "--steps", "3", "--seeds", "1", "--validation-windows", "8", "--out", f"{tmp_path / 'run'}/"]
     (tmp_path / "training.md").write_text("a\n<!-- results: run -->\n<!-- end of results: run -->\nb\n")
     run_here(EXAMPLE, [*arguments, "--recipes", "bf16"], monkeypatch)
     first = json.loads((tmp_path / "run.json").read_text())
@@ -276,7 +276,7 @@ def test_presets_are_as_large_as_they_say(preset: str, weights: float, tokens: f
         (["--wires", "twin", "bf16"], "--wires begins with 'twin'"),
         (["--wires", "bf16", "bf16"], "each one once"),
         (["--steps", "0"], "0 is less than 1"),
-        (["--out", "no/such/folder/x"], "no/such/folder"),
+        (["--out", "no/such/folder/x"], "there is no folder no/such/folder"),
         (["--save-trace", "no/such/folder/x"], "no/such/folder"),
         (["--recipes", "bf16", "mxfp4"], "'mxfp4'"),
         (["--recipes", "twin"], "--recipes begins with 'twin'"),
@@ -285,6 +285,7 @@ def test_presets_are_as_large_as_they_say(preset: str, weights: float, tokens: f
         (["--recipes", "--save-trace", "x"], "--save-trace"),
         (["--resume", "--save-trace", "x"], "--save-trace"),
         (["--preset", "huge"], "'huge'"),
+        (["--learning-rate", "-1"], "-1 is not above 0"),
         (["--text", "books"], "'books'"),
         pytest.param(
             ["--device", "cuda"],

@@ -84,7 +84,7 @@ def test_fp4_keeps_little_at_the_shape_of_deepseek_v3() -> None:
 
 
 def test_sizes_that_no_layer_has_are_refused() -> None:
-    for wrong in ({"num_ranks": 3}, {"num_topk": 257}, {"hidden": 100}):
+    for wrong in ({"num_ranks": 3}, {"num_ranks": 0}, {"num_topk": 257}, {"hidden": 100}):
         with pytest.raises(InvalidArgument, match=next(iter(wrong))):
             activation_bytes_per_token("fp4", **{**DEEPSEEK_V3, **wrong})
 

@@ -291,13 +291,16 @@ def test_arguments_of_one_rank_are_wrong() -> None:
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-@pytest.mark.parametrize("wrong", [{"recipe": "fp44"}, {"ffn_hidden": 33}])
+@pytest.mark.parametrize(
+    "wrong", [{"recipe": "fp44"}, {"ffn_hidden": 33}, {"precision": "fp4"}, {"chekc_inputs": True}]
+)
 def test_arguments_of_one_rank_are_wrong_with_either_communicator(wrong: dict[str, Any], is_shared: bool) -> None:
     def make(group: Any, rank: int) -> object:
         return make_layer(make_layer(group).comm if is_shared else group, **({} if rank else wrong))
 
     (name, value), *_ = wrong.items()
-    refused_everywhere(f"{name} is {value!r}", make)
+    messages = {"precision": "precision is given; accepted: recipe", "chekc_inputs": "argument is 'chekc_inputs'"}
+    refused_everywhere(messages.get(name, f"{name} is {value!r}"), make)
 
 
 @pytest.mark.parametrize("what", ["tokens", "weights"])

@@ -1,13 +1,13 @@
 """Expert parallelism of Hugging Face transformers, with fp4comm's numbers on the wire.
 
-Importing this module makes two names known to transformers, both called "fp4comm":
+Importing this module makes it known to transformers as "fp4comm":
 
-- From transformers 5.23 on, an implementation of expert parallelism: `DistributedConfig(ep_size=8, fsdp_size=8,
+- From transformers 5.23 on, as an implementation of expert parallelism: `DistributedConfig(ep_size=8, fsdp_size=8,
   ep_implementation="fp4comm")`. `register` chooses its numbers, or makes further ones under other names.
-- From transformers 5.0 on, an experts implementation: `shard_experts(model, group)` keeps this rank's experts of a
-  loaded model and lets it reach the others' through fp4comm.
+- From transformers 5.0 on, `shard_experts(model, group)` keeps this rank's experts of a loaded model and lets it reach
+  the others' through fp4comm.
 
-The experts themselves are computed by transformers, with the kernel that the model was loaded for.
+The experts themselves are computed by transformers, with the kernel that the model's configuration names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import MethodType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -91,10 +92,10 @@ def shard_experts(model: nn.Module, group: Any = None, *, precision: Precision |
     comms = [_POOL.get(group, e.num_experts, e.config.hidden_size, chosen) for _, e in found]  # checks sizes too
     for (_, experts), comm in zip(found, comms, strict=True):
         _keep_slice(experts, comm.rank * comm.num_local_experts, comm.num_local_experts)
-        run_experts = _stock_forward(experts, experts.config._experts_implementation)
-        setattr(experts, _ATTRIBUTE, _Exchange(run_experts, comm.num_experts, group, chosen))
-    for _, experts in found:  # not by set_experts_implementation, which takes no new names in the first versions
-        experts.config._experts_implementation = NAME
+        setattr(experts, _ATTRIBUTE, _Exchange(comm.num_experts, group, chosen))
+        experts.forward = MethodType(
+            _sharded_forward, experts
+        )  # a method, which copies of the module bind to themselves
 
 
 def communicators() -> tuple[EPCommunicator, ...]:
@@ -118,23 +119,30 @@ _POOL = Pool()
 
 
 class _Exchange:
-    """A layer's way to its experts: tokens and global expert numbers in, weighted sums out.
+    """A layer's way to its experts: tokens and global expert numbers in, weighted sums out. Copies share it."""
 
-    Args:
-        run_experts: `(rows [n, hidden], local experts [n, 1], weights [n, 1]) -> [n, hidden]`.
-    """
+    def __init__(self, num_experts: int, group: Any, options: Options) -> None:
+        self._num_experts, self._group, self._options = num_experts, group, options
 
-    def __init__(self, run_experts: RunExperts, num_experts: int, group: Any, options: Options) -> None:
-        self._run_experts, self._num_experts = run_experts, num_experts
-        self._group, self._options = group, options
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Exchange:
+        return self
 
-    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """`([T, hidden], [T, K], [T, K]) -> [T, hidden]`. Collective, as is its backward."""
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a model whose experts are spread over a group can't be pickled; save its state_dict()")
+
+    def __call__(
+        self, run_experts: RunExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        """`(..., [T, hidden], [T, K], [T, K]) -> [T, hidden]`. Collective, as is its backward.
+
+        Args:
+            run_experts: `(rows [n, hidden], local experts [n, 1], weights [n, 1]) -> [n, hidden]`.
+        """
         comm = _POOL.get(self._group, self._num_experts, hidden_states.shape[-1], self._options)
         recv, handle = comm.dispatch(hidden_states, top_k_index, top_k_weights.float())
-        return comm.combine(self._compute(recv), handle)
+        return comm.combine(self._compute(run_experts, recv), handle)
 
-    def _compute(self, recv: Received) -> Tensor:
+    def _compute(self, run_experts: RunExperts, recv: Received) -> Tensor:
         rows, ends = recv.x, recv.expert_offsets
         assert isinstance(rows, Tensor)
         assert ends is not None, "layout 'expert'"
@@ -149,7 +157,7 @@ class _Exchange:
             places = torch.arange(num_rows, dtype=ends.dtype, device=ends.device)
             experts = torch.searchsorted(ends, places, right=True)
         ones = torch.ones(len(rows), 1, dtype=rows.dtype, device=rows.device)
-        return self._run_experts(rows, experts.unsqueeze(1), ones)[:num_rows]
+        return run_experts(rows, experts.unsqueeze(1), ones)[:num_rows]
 
 
 class _ExpertParallel:
@@ -170,15 +178,16 @@ class _ExpertParallel:
         hidden = getattr(getattr(experts, "config", None), "hidden_size", None)
         require(hidden is None or hidden % 32 == 0, "hidden_size", hidden, "a multiple of 32")  # now, not after loading
         self.tp_mesh = tp_mesh
-        self._exchange = _Exchange(experts.forward, num_experts, ep_mesh.get_group(), self.options)
+        self._run_experts: RunExperts = experts.forward
+        self._exchange = _Exchange(num_experts, ep_mesh.get_group(), self.options)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         if self.tp_mesh.size() == 1:
-            return self._exchange(hidden_states, top_k_index, top_k_weights)
+            return self._exchange(self._run_experts, hidden_states, top_k_index, top_k_weights)
         # The ranks of a tensor-parallel group have the same tokens: each sends its part of them, so that none is
         # computed twice.
         parts = (_own_part(tensor, self.tp_mesh) for tensor in (hidden_states, top_k_index, top_k_weights))
-        return _all_parts(self._exchange(*parts), self.tp_mesh, hidden_states.shape[0])
+        return _all_parts(self._exchange(self._run_experts, *parts), self.tp_mesh, hidden_states.shape[0])
 
 
 def _own_part(tensor: Tensor, mesh: Any) -> Tensor:
@@ -203,28 +212,19 @@ def _all_parts(part: Tensor, mesh: Any, num_rows: int) -> Tensor:
 
 
 def _sharded_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts implementation "fp4comm"."""
-    exchange = getattr(experts, _ATTRIBUTE, None)
-    if exchange is None:
-        raise InvalidArgument(
-            f"experts_implementation is {NAME!r} for a model whose experts are not sharded; accepted: the model after "
-            "fp4comm.adapters.transformers.shard_experts(model, group), which sets it"
-        )
-    output: Tensor = exchange(hidden_states, top_k_index, top_k_weights)
+    """What the experts of a sharded model do. Those that are here are computed by their class's forward, by the kernel
+    that the configuration says then."""
+    run_experts = MethodType(type(experts).forward, experts)
+    output: Tensor = getattr(experts, _ATTRIBUTE)(run_experts, hidden_states, top_k_index, top_k_weights)
     return output.to(hidden_states.dtype)
 
 
-def _stock_forward(experts: Any, implementation: str | None) -> RunExperts:
-    """The forward of transformers' own implementation of that name, on the experts that the module holds."""
-    functions = _host("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
-    stock = functions.get(implementation)
-    eager = type(experts).forward.__wrapped__  # the class's own, before it was decorated
-
-    def run(rows: Tensor, local_experts: Tensor, weights: Tensor) -> Tensor:
-        output: Tensor = (eager if stock is None else stock)(experts, rows, local_experts, weights)
-        return output
-
-    return run
+def _no_kernel(*_: Any) -> NoReturn:
+    """The experts implementation "fp4comm", which is a way to experts, and computes none."""
+    raise InvalidArgument(
+        f"experts_implementation is {NAME!r}; accepted: one of transformers' own, to compute experts by, and to spread "
+        "them fp4comm.adapters.transformers.shard_experts(model, group)"
+    )
 
 
 def _experts_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -275,7 +275,7 @@ def _expert_parallel() -> Any:
 
 def _register_all() -> None:
     moe = _host("transformers.integrations.moe")
-    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _sharded_forward)
+    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, _no_kernel)
     with contextlib.suppress(NotAvailable):  # an older transformers, where `shard_experts` is what there is
         register()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from copy import deepcopy
@@ -101,9 +102,10 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         try:
+            _check_options(communicator_options)
             self.recipe, self.overlap_shared = Recipe.of(recipe), overlap_shared
-        except InvalidArgument as unknown:
-            _refuse(group, communicator_options, unknown)
+        except InvalidArgument as wrong:
+            _refuse(group, communicator_options, wrong)
         self._owns_comm = not isinstance(group, EPCommunicator)
         given: dict[str, Any] = {
             "expert_alignment": expert_alignment,
@@ -188,6 +190,13 @@ class MoELayer(nn.Module):
         """Closes the communicator if this layer has made it. Collective; the layer can't be used afterwards."""
         if self._owns_comm:
             self.comm.close()
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    require("precision" not in options, "precision", "given", "recipe, which has the formats of all legs")
+    known = inspect.signature(EPCommunicator).parameters
+    for name in options:
+        require(name in known, "argument", repr(name), "those of MoELayer and of EPCommunicator")
 
 
 def _refuse(group: Any, options: dict[str, Any], error: InvalidArgument) -> NoReturn:

@@ -8,7 +8,7 @@ from math import comb
 import torch
 
 from ..backends import backend_for
-from ..errors import require
+from ..errors import is_count, require
 from ..formats import BLOCK_SIZE, GROUP_SIZE, Kind
 from .recipe import Recipe
 
@@ -95,6 +95,7 @@ def activation_bytes_per_token(
     Raises:
         InvalidArgument: sizes that no layer can have.
     """
+    require(is_count(num_ranks, 1), "num_ranks", repr(num_ranks), "a positive integer")
     require(num_experts % num_ranks == 0, "num_experts", num_experts, f"a multiple of num_ranks={num_ranks}")
     require(0 < num_topk <= num_experts, "num_topk", num_topk, f"1 to num_experts={num_experts}")
     require(hidden % BLOCK_SIZE == 0, "hidden", hidden, f"a multiple of {BLOCK_SIZE}")

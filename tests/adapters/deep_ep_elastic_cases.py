@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from adapters.deep_ep_world import NUM_EXPERTS, NUM_TOKENS, NUM_TOPK, World, registry, same
 from torch import Tensor
 
+from fp4comm import InvalidArgument
+from fp4comm.adapters import deep_ep
 from fp4comm.adapters.deep_ep._events import _tensors
 
 CASES, case = registry()
@@ -48,6 +51,38 @@ def elastic_rows_per_rank(world: World) -> None:
         assert again_weights is not None
         assert torch.equal(-again_weights, weights)
         assert buffer.dispatch(x, handle=handle)[2] is None
+
+
+@case
+def elastic_handles_of_different_dispatches(world: World) -> None:
+    """Also of rows of other widths, which other communicators move, and of before `close`."""
+    x, topk_idx, topk_weights = world.own
+    buffer = world.elastic(num_max_tokens_per_rank=10)
+
+    if world.num_ranks == 1:
+        return
+    wide = torch.cat([x, x], dim=1)
+    first, second = (buffer.dispatch(rows, topk_idx, topk_weights, num_experts=NUM_EXPERTS) for rows in (x, wide))
+    deep_ep.close()
+    third = buffer.dispatch(x, topk_idx, topk_weights, num_experts=NUM_EXPERTS)
+    for one, other in ((first, second), (first, third)):
+        mine = (one, other)[world.rank % 2]
+        with pytest.raises(InvalidArgument, match='handle is "of dispatch'):
+            buffer.combine(torch.ones(len(mine[0]), x.shape[1]).to(x), mine[3])
+    buffer.combine(third[0], third[3])
+
+
+@case
+def elastic_mistakes(world: World) -> None:
+    x, topk_idx, _ = world.own
+    for alignment in (0, -4):
+        for buffer in (world.buffer(), world.elastic()):
+            with pytest.raises(InvalidArgument, match=f"expert_alignment is {alignment}; accepted: a positive integer"):
+                buffer.dispatch(x, topk_idx=topk_idx, expert_alignment=alignment)
+    with pytest.raises(InvalidArgument, match=r"x is a int; accepted: \[num_tokens, hidden\], or that and scales"):
+        world.elastic().dispatch([1, 2], topk_idx, num_experts=NUM_EXPERTS)
+    with pytest.raises(InvalidArgument, match="topk_idx is a NoneType"):
+        world.elastic().dispatch([1, 2])
 
 
 @case

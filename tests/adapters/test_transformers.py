@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
+import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -164,10 +166,42 @@ def test_mistakes_with_shard_experts() -> None:
         adapter.shard_experts(torch.nn.Linear(2, 2), num_max_tokens_per_rank=8)
     model = transformers.AutoModelForCausalLM.from_config(models.tiny_config("mixtral"))
     model.set_experts_implementation("fp4comm")
-    with pytest.raises(
-        InvalidArgument, match=r"not sharded; accepted: the model after .*shard_experts\(model, group\)"
-    ):
-        model(input_ids=models.texts(1, 0))
+    for _ in range(2):  # not sharded, and sharded
+        with pytest.raises(
+            InvalidArgument, match=r"experts_implementation is 'fp4comm'; accepted: .*shard_experts\(model, group\)"
+        ):
+            model(input_ids=models.texts(1, 0))
+        if not hasattr(model, "sharded"):
+            adapter.shard_experts(model)
+            model.sharded = True
+
+
+@needs_transformers
+def test_sharded_models_are_independent() -> None:
+    """Copies, models of the same configuration object, and kernels that are chosen later."""
+    torch: Any = importlib.import_module("torch")
+    transformers: Any = importlib.import_module("transformers")
+    adapter: Any = importlib.import_module(ADAPTER)
+    config, ids = models.tiny_config("qwen3_moe"), models.texts(1, 0)
+    first, second = (transformers.AutoModelForCausalLM.from_config(config) for _ in range(2))
+    with torch.no_grad():
+        stock = [model(input_ids=ids).logits for model in (first, second)]
+        adapter.shard_experts(first, precision="fp32")
+        assert torch.equal(second(input_ids=ids).logits, stock[1])
+        adapter.shard_experts(second, precision="fp32")
+        for kernel in ("grouped_mm", "batched_mm", "eager"):
+            config._experts_implementation = kernel
+            for model, want in zip((first, second), stock, strict=True):
+                assert torch.allclose(model(input_ids=ids).logits, want, atol=1e-5)
+        copied = copy.deepcopy(first)
+        for name, parameter in copied.named_parameters():
+            if "experts" in name:
+                parameter.zero_()
+        assert torch.allclose(first(input_ids=ids).logits, stock[0], atol=1e-5)
+        assert not torch.allclose(copied(input_ids=ids).logits, stock[0], atol=1e-2)
+    with pytest.raises(TypeError, match=r"spread over a group can't be pickled; save its state_dict\(\)"):
+        pickle.dumps(first)
+    adapter.close()
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from ...errors import ClosedError, InvalidArgument, NotAvailable, require
 from ._config import Config, low_latency_size_hint
 from ._events import EventHandle, EventOverlap, communication_stream, enqueue
 from ._low_latency import LowLatency
-from ._wires import Routes, X, group_place, wires_of
+from ._wires import Routes, X, check_alignment, group_place, wires_of
 
 Bias = Tensor | tuple[Tensor, Tensor] | None
 
@@ -233,6 +233,7 @@ class Buffer(LowLatency):
             InvalidArgument, TransportError: as `EPCommunicator.dispatch`.
         """
         self._require_open()
+        check_alignment(expert_alignment)
         inputs = (x, topk_idx, topk_weights, is_token_in_rank, handle)
         if handle is not None:
             _check_handle(handle)

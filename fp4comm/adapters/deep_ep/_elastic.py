@@ -12,7 +12,7 @@ from ...errors import ClosedError, InvalidArgument, NotAvailable, require
 from ...routing import Routing
 from ._buffer import Bias, addends
 from ._events import EventHandle, EventOverlap, communication_stream, enqueue
-from ._wires import Arrived, Routes, Wires, X, group_place, what, wires_of
+from ._wires import Arrived, Routes, Wires, X, check_alignment, group_place, what, wires_of
 
 _SIZE_UNIT = 2 << 20
 _MOST_TOPK = 32
@@ -254,6 +254,7 @@ class ElasticBuffer:
             InvalidArgument, TransportError: as `EPCommunicator.dispatch`.
         """
         wires = self._open_wires()
+        check_alignment(1 if expert_alignment is None else expert_alignment)
         if previous_event_before_epilogue is not None:
             previous_event_before_epilogue.current_stream_wait()
         require(do_expand or not do_zero_padding, "do_zero_padding", "True", "False, without do_expand")

@@ -96,7 +96,7 @@ def enqueue(work: Callable[[], T], inputs: Any, previous_event: Any, is_async: b
     Returns:
         What `work` returns, and for an asynchronous call the event to wait for.
     """
-    device = next(_tensors(inputs)).device
+    device = next((tensor.device for tensor in _tensors(inputs)), torch.device("cpu"))
     event = getattr(previous_event, "event", previous_event)
     if event is not None:
         event.current_stream_wait()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ... import checks
 from ...backends import Rows
 from ...codec import FLOAT_DTYPES, FP8Tensor, quantize_fp8
 from ...communicator import EPCommunicator, Handle
-from ...errors import InvalidArgument, require
+from ...errors import InvalidArgument, is_count, require
 from ...exchange import Exchange
 from ...formats import BLOCK_SIZE, GROUP_SIZE, Kind
 from ...memory import empty
@@ -29,6 +32,8 @@ _EXACT = Precision.of("fp32")
 
 _choice = checked_options("fp4", {}, _OPTIONS)  # of the buffers that are made from now on
 _WIRES: dict[tuple[int, Options], Wires] = {}  # by the group's id, since those of MPI have no hash
+_COUNTERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.WeakKeyDictionary()
+_COUNTERS_OF_MPI: dict[int, tuple[Any, Iterator[int]]] = {}
 _USED: list[Wires] = []  # those with communicators, of buffers from before the last `close` too
 
 
@@ -46,6 +51,13 @@ def configure(*, precision: Precision | str = "fp4", **options: Any) -> None:
     """
     global _choice
     _choice = checked_options(precision, options, _OPTIONS)
+
+
+def _counter_of(group: Any) -> Iterator[int]:
+    """Numbers for a group's dispatches, which its ranks count alike, over all communicators and beyond `close`."""
+    if dist.is_available() and isinstance(group, dist.ProcessGroup):
+        return _COUNTERS.setdefault(group, itertools.count(1))
+    return _COUNTERS_OF_MPI.setdefault(id(group), (group, itertools.count(1)))[1]
 
 
 def wires_of(group: Any) -> Wires:
@@ -69,6 +81,12 @@ def close() -> None:
     _WIRES.clear()
     while _USED:
         _USED.pop(0).close()
+
+
+def check_alignment(expert_alignment: object) -> None:
+    """Raises what is wrong with it."""
+    accepted = "a positive integer"
+    require(is_count(expert_alignment, 1), "expert_alignment", repr(expert_alignment), accepted)
 
 
 def group_place(group: Any, comm: Any = None) -> tuple[Any, int, int]:
@@ -316,7 +334,8 @@ class Wires:
         parcel = wrap(x, self.leg("dispatch"), as_fp8)
         comm = self.communicator(num_experts, parcel.width, alignment, capacity, parcel.is_exact)
         recv, handle = comm.dispatch(parcel.rows, topk_idx, topk_weights, layout=layout, out=parcel.out)
-        routing, order = handle.routing, None
+        routing, order = replace(handle.routing, number=next(_counter_of(self._group))), None
+        handle = replace(handle, routing=routing)
         if routing.used_rows is not None:
             order = torch.argsort((routing.used_rows < 0).to(torch.uint8), stable=True)
         rows = routing.num_rows if num_rows is None else num_rows
