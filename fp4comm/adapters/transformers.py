@@ -93,9 +93,7 @@ def shard_experts(model: nn.Module, group: Any = None, *, precision: Precision |
     for (_, experts), comm in zip(found, comms, strict=True):
         _keep_slice(experts, comm.rank * comm.num_local_experts, comm.num_local_experts)
         setattr(experts, _ATTRIBUTE, _Exchange(comm.num_experts, group, chosen))
-        experts.forward = MethodType(
-            _sharded_forward, experts
-        )  # a method, which copies of the module bind to themselves
+        experts.forward = MethodType(_sharded_forward, experts)  # copies of the module bind it to themselves
 
 
 def communicators() -> tuple[EPCommunicator, ...]:
