@@ -144,7 +144,7 @@ class EPCommunicator:
             "fp4comm version": __version__,
             "num_experts": self.num_experts,
             "hidden": self.hidden,
-            "precision": self.precision.legs(),
+            **{f"precision of {name}": leg for name, leg in self.precision.legs().items()},
             "expert_alignment": self.expert_alignment,
             "num_max_tokens_per_rank": self.num_max_tokens_per_rank,
             "check_inputs": self.check_inputs,

@@ -212,7 +212,7 @@ def test_bad_sizes_on_one_rank_raise_on_all(options: dict[str, Any], message: st
     [
         ({"hidden": 128}, "the ranks disagree: hidden is 64 on ranks 0, 1, 128 on rank 2"),
         ({"num_experts": 12}, "num_experts is 6 on ranks 0, 1, 12 on rank 2"),
-        ({"precision": "bf16"}, "the ranks disagree: precision is .* on ranks 0, 1, .* on rank 2"),
+        ({"precision": "bf16"}, "the ranks disagree: precision of dispatch is .* on ranks 0, 1, .* on rank 2"),
         ({"num_max_tokens_per_rank": 9}, "num_max_tokens_per_rank is null on ranks 0, 1, 9 on rank 2"),
         ({"seed": 3}, "seed is 0 on ranks 0, 1, 3 on rank 2"),
         ({"expert_alignment": 4}, "expert_alignment is 1 on ranks 0, 1, 4 on rank 2"),

@@ -99,6 +99,9 @@ def on_mpi(world: Any) -> dict[str, Any]:
     }
     part = world.Create(world.Get_group().Incl([0]))  # MPI.COMM_NULL on the other ranks
     refused = refusal_of(freed if rank == 0 else part)
+    halves = world.Split(rank % 2, rank)
+    both = halves.Create_intercomm(0, world, 1 - rank % 2, 77)
+    assert "group is an intercommunicator; accepted: a communicator of the ranks" in refusal_of(both)
     interleave(world)
     with mock.patch.object(mpi, "_PIECE_BYTES", 100):  # of rows of 640; other numbers than recycled memory still holds
         seen["pieces"] = train_once(world, seed=35)

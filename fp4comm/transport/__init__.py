@@ -124,6 +124,8 @@ def _transport_for(group: Any) -> str:
     if hasattr(group, "Get_rank") and hasattr(group, "Alltoallv"):
         received = "MPI.COMM_NULL: this process is not in it, or it has been freed"
         require(bool(group), "group", received, "a communicator that this process is in")
+        is_inter = getattr(group, "is_inter", False)
+        require(not is_inter, "group", "an intercommunicator", "a communicator of the ranks that share the experts")
         return "mpi"
     if getattr(group, "ndim", None) == 1 and hasattr(group, "get_group"):
         return "process_group"
