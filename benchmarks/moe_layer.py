@@ -25,7 +25,7 @@ from .common import Budget, environment, list_of, measure, positive, write_json_
 from .device import add_device_option, gpu_facts
 from .host_layers import Sizes
 from .hosts import Inputs, make_workload, slowest
-from .moe_shapes import DTYPE, add_shape_options, parse_shapes
+from .moe_shapes import DTYPE, add_shape_options, announce, parse_shapes
 from .moe_variants import PLAIN, RECIPES, check, make_variants
 from .ranks import Ranks, run_with_torch
 
@@ -35,6 +35,7 @@ def run(ranks: Ranks, options: argparse.Namespace) -> list[dict[str, Any]]:
     about = {"ranks": ranks.num_ranks, "shapes": list(options.shapes), "calls": options.calls}
     records = [environment("moe_layer", ranks.launcher, **about, **gpu_facts(ranks.device))]
     for name, sizes in options.shapes.items():
+        announce(ranks, name, sizes)
         found = measure_shape(ranks, sizes, options)
         records += [{**record, "shape": name} for record in found]
         ranks.say(moe_report.text(records[-len(found) :]) + "\n")

@@ -39,7 +39,7 @@ from .common import (
 from .device import add_device_option, gpu_facts, require_gpus
 from .host_layers import Sizes
 from .hosts import slowest
-from .moe_shapes import DTYPE, add_shape_options, parse_shapes
+from .moe_shapes import DTYPE, add_shape_options, announce, parse_shapes
 from .moe_variants import RECIPES, make_layer
 from .ranks import BETWEEN_GPUS, Ranks, run_with_torch
 
@@ -96,6 +96,7 @@ def run(ranks: Ranks, options: argparse.Namespace) -> list[Record]:
     about = {"ranks": ranks.num_ranks, "shapes": list(options.shapes), "calls": options.calls}
     records: list[Record] = [environment("moe_overlap", ranks.launcher, **about, **gpu_facts(ranks.device))]
     for name, sizes in options.shapes.items():
+        announce(ranks, name, sizes)
         for recipe in options.recipes:
             with on_a_stream(ranks.device):
                 found = measure_layer(ranks, sizes, recipe, options)

@@ -9,6 +9,7 @@ import torch
 
 from .common import list_of, positive
 from .host_layers import Sizes
+from .ranks import Ranks
 
 SHAPES = {  # hidden, width, experts, top-k
     "deepseek-v3": (7168, 2048, 256, 8),
@@ -43,6 +44,14 @@ def parse_shapes(parser: argparse.ArgumentParser, arguments: Sequence[str] | Non
         parser.error(f"{', '.join(given)} with several shapes; accepted: one --shape, whose sizes these replace")
     options.shapes = {CUSTOM if given else name: sizes_of(SHAPES[name], options) for name in names}
     return options
+
+
+def announce(ranks: Ranks, name: str, sizes: Sizes) -> None:
+    """Says what comes next: nothing else is printed before all of a shape has been measured."""
+    weights = 3 * sizes.hidden * sizes.width * sizes.num_experts * sizes.dtype.itemsize / ranks.num_ranks
+    ranks.say(
+        f"measuring {name}: {sizes.num_tokens} tokens and {weights / 2**30:.3g} GiB of experts' weights a rank ..."
+    )
 
 
 def sizes_of(shape: Sequence[int], options: argparse.Namespace) -> Sizes:

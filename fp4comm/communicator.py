@@ -386,9 +386,8 @@ class EPCommunicator:
         recv_x = recv_x if as_fp8 is None else as_fp8
         is_rotated = self.precision.leg("dispatch").hadamard
         arrived = self._exchange.settle(arrived)
-        return Received(recv_x, recv_topk_weights, routing, arrived, is_rotated), Handle(
-            routing, recv_topk_weights, anchor, self
-        )
+        received = Received(recv_x, recv_topk_weights, routing, arrived, is_rotated)
+        return received, Handle(routing, recv_topk_weights, anchor, self)
 
     def combine(self, y: Tensor, handle: Handle, *, apply_weights: bool | None = None) -> Tensor:
         """Brings the experts' results home and sums them per token, in float32 and in a fixed order.
@@ -454,9 +453,8 @@ class EPCommunicator:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("this EPCommunicator is closed")
-        if (
-            torch._C._functorch.peek_interpreter_stack() is not None
-        ):  # neither kernels nor messages can read such tensors
+        # neither kernels nor messages can read the tensors of a transform
+        if torch._C._functorch.peek_interpreter_stack() is not None:
             accepted = "calls outside of torch.func.grad, vmap and the like, with gradients by backward()"
             raise InvalidArgument(f"this call is in a transform of torch.func; accepted: {accepted}")
 

@@ -47,7 +47,7 @@ def test_one_rank_and_some_recipes(tmp_path: Path) -> None:
     run, *records = common.read_json_lines(path)
     assert run["ranks"] == 1
     assert [record["name"] for record in records] == [moe_variants.PLAIN, "fp4"]
-    assert "custom, 16 tokens per rank x 256" in output
+    assert output.index("measuring custom: 16 tokens and ") < output.index("custom, 16 tokens per rank x 256")
 
 
 @pytest.mark.mpi
@@ -63,6 +63,7 @@ def test_moe_overlap(tmp_path: Path) -> None:
     ]
     assert {record["shared"] for record in records} == {1}
     assert all(record["seconds"]["training"]["minimum"] > 0 for record in records)
+    assert output.index("measuring custom: 16 tokens and ") < output.index("custom: 16 tokens x 256")
     assert "custom: 16 tokens x 256, 2 of 8 experts and 1 shared, width 128" in output
     assert "hidden)" not in output  # nothing overlaps on a CPU
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..agreement import agree
 from ..communicator import EPCommunicator
-from ..errors import InvalidArgument, require
+from ..errors import InvalidArgument, is_count, require
 from ..transport import make_transport
 from .experts import GroupedExperts
 from .recipe import Recipe
@@ -125,8 +125,8 @@ class MoELayer(nn.Module):
                 _check_shared(self.comm, self.recipe, hidden, num_experts, given, communicator_options)
             self.router = Router(hidden, num_experts, num_topk, device=device, **(router or {}))
             self.experts = GroupedExperts(self.comm, ffn_hidden, self.recipe, gemms=gemms, dtype=dtype, device=device)
-            is_count = isinstance(num_shared_experts, int) and num_shared_experts >= 0
-            require(is_count, "num_shared_experts", num_shared_experts, "an integer, at least 0")
+            accepted = "an integer, at least 0"
+            require(is_count(num_shared_experts, 0), "num_shared_experts", repr(num_shared_experts), accepted)
             width = num_shared_experts * ffn_hidden
             self.shared = SharedExperts(hidden, width, dtype=dtype, device=device) if width else None
         except Exception as raised:  # whatever it is, the other ranks must not wait for this one
@@ -178,7 +178,6 @@ class MoELayer(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MoELayer:
         """A layer with parameters of its own that shares the communicator, which stays with this one to close."""
-        memo[id(self.comm)] = self.comm
         detached = {name: self.__dict__[name].detach().clone() for name in _OF_LAST_FORWARD if name in self.__dict__}
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
@@ -200,19 +199,19 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _refuse(group: Any, options: dict[str, Any], error: InvalidArgument) -> NoReturn:
-    """Raises an error of this rank on all ranks, which are about to make their communicators."""
+    """Raises an error of this rank on all ranks, which are about to agree about their communicators or layers."""
     if isinstance(group, EPCommunicator):
-        agree(group._transport, "MoELayer", {}, error)
-        raise error
-    transport = make_transport(
-        group, **{name: options[name] for name in ("transport", "timeout_secs") if name in options}
-    )
+        transport, is_own = group._transport, False
+    else:
+        given = {name: options[name] for name in ("transport", "timeout_secs") if name in options}
+        transport = make_transport(group, **given)
+        is_own = transport is not group
     try:
-        agree(transport, "EPCommunicator", {}, error)
+        agree(transport, "MoELayer", {}, error)
     finally:
-        if transport is not group:
+        if is_own:
             transport.close()
-    raise error
+    raise AssertionError("the error has been raised")
 
 
 def _check_shared(

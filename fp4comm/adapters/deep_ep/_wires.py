@@ -85,8 +85,7 @@ def close() -> None:
 
 def check_alignment(expert_alignment: object) -> None:
     """Raises what is wrong with it."""
-    accepted = "a positive integer"
-    require(is_count(expert_alignment, 1), "expert_alignment", repr(expert_alignment), accepted)
+    require(is_count(expert_alignment, 1), "expert_alignment", repr(expert_alignment), "a positive integer")
 
 
 def group_place(group: Any, comm: Any = None) -> tuple[Any, int, int]:
